@@ -176,8 +176,8 @@ STATE = (
         "self.residency.commits.base = 0",
         "e2e/test_saved_state.py e2e/test_going_back.py",
     ),
-    Mutation("random_states.restore(saved.random, self.device.torch_device)", "pass", "e2e/test_saved_state.py"),
-    Mutation("held = min(first, os.fstat(file.fileno()).st_size // _ITEM.size)", "held = first", "unit/test_losses.py"),
+    Mutation("restore_generators(saved.random, self.device.torch_device)", "pass", "e2e/test_saved_state.py"),
+    Mutation("held = min(first, os.fstat(file.fileno()).st_size // _LOSS.size)", "held = first", "unit/test_losses.py"),
     Mutation(
         "if saved.step > total_steps:",
         "if saved.step >= total_steps + 2:",

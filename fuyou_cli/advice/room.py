@@ -23,7 +23,7 @@ from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.length import loaded, saved_where_it_stops
 from fuyou_cli.training.numerics import gpu_limit
 from fuyou_cli.training.prepare import DiskShare, Planned, Resolved, StoreDisks, best_copies, best_folder
-from fuyou_cli.training.state.parts import STORE_FILE
+from fuyou_cli.training.state.store_folders import STORE_FILE
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe

@@ -36,7 +36,7 @@ _LARGEST_STATE = 4096  # bytes
 _LARGEST_SHAPE = 1 << 40  # elements
 _ROWS = b"\0"  # `weight_format` of whole rows
 
-Read = Callable[[tuple[int, int], int, int], memoryview]  # as in `training/packed_reading`
+Read = Callable[[tuple[int, int], int, int], memoryview]  # as in `training/quantised_weights`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

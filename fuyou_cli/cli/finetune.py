@@ -22,16 +22,14 @@ from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.length import sampled_epoch
 from fuyou_cli.training.loggers import LoggedRun, Loggers, Trace, libraries
-from fuyou_cli.training.output_folder import claimed, note_of_an_earlier_run
 from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
 from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
 from fuyou_cli.training.report import EvalReport
+from fuyou_cli.training.run_folders import claimed, note_of_an_earlier_run
 from fuyou_cli.training.run_log import LOG, JsonlLog
-from fuyou_cli.training.state.extent_checks import size_of
+from fuyou_cli.training.state.at_rest import saved_store, size_of, to_compare
 from fuyou_cli.training.state.kept_companions import keep_companions
-from fuyou_cli.training.state.recipe_changes import in_words
-from fuyou_cli.training.state.source_checks import to_compare
-from fuyou_cli.training.untouched import UntouchedError
+from fuyou_cli.training.state.resume import in_words
 
 from .console import status_console, write_last_result, write_status
 from .error_screen import like_ctrl_c
@@ -294,14 +292,14 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 
 def _export(planned: Planned, source: Path) -> None:
     """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
-    from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
+    from fuyou_cli.training.exporting import UntouchedError, export_store, how_to_load
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
         with TransferDisplay(status_console()) as transfers:
-            export_trained(
-                source, out, dtype=options.dtype, max_shard_size=options.max_shard_size, model_dir=planned.model_dir,
-                progress=partial(transfers, f"exporting to {out.name}"), say=write_status,
+            export_store(
+                saved_store(source), out, dtype=options.dtype, max_shard_size=options.max_shard_size,
+                model_dir=planned.model_dir, progress=partial(transfers, f"exporting to {out.name}"), say=write_status,
             )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("interrupted while writing the model", hint=again) from None

@@ -18,12 +18,10 @@ from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.recipe.named import shipped_recipes
 from fuyou_cli.training.run_log import History, find_log, finite, read_history
-from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.kept_companions import kept_adapter
 from fuyou_cli.training.state.manifest import BEFORE
 from fuyou_cli.training.state.manifest import NAME as MANIFEST
-from fuyou_cli.training.state.parts import read_part
-from fuyou_cli.training.state.removal import StoreFiles, find_manifests, find_unnamed, read_store, remove_store
+from fuyou_cli.training.state.store_folders import StoreFiles, find_manifests, find_unnamed, read_part, read_store, remove_store
 
 from .console import agreed, result_console, status_console, write_json, write_last_result, write_result, write_status
 from .recipe_commands import loaded_with_notes
@@ -33,8 +31,7 @@ from .render.report_screen import page, show_report
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.report import RunReport, StepReport
-    from fuyou_cli.training.state.at_rest import Verified
-    from fuyou_cli.training.state.source_checks import FileCheck
+    from fuyou_cli.training.state.at_rest import FileCheck, Verified
 
 _SHARD = 5_000_000_000  # bytes of a file of an export, unless a recipe says otherwise
 
@@ -46,18 +43,17 @@ def run_export(
     merged into its model."""
     recipe = _recipe_of(source, overrides)
     export = None if recipe is None else recipe.export
-    from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
+    from fuyou_cli.training.exporting import export_store, how_to_load
     from fuyou_cli.training.prepare import store_of
     from fuyou_cli.training.state.at_rest import find_store
 
     store = find_store(source if recipe is None else store_of(recipe))
-    manifest, problem = manifests.newest(store)
-    assert manifest is not None, "find_store found it"
-    if problem:
-        write_status(f"note: {problem}; exporting the state before it, after step {manifest.step}")
+    manifest = store.manifest
+    if store.problem:
+        write_status(f"note: {store.problem}; exporting the state before it, after step {manifest.step}")
     written = dtype or (export and export.dtype) or manifest.compute_dtype
     shard = _SHARD if export is None else export.max_shard_size
-    copied = manifest.untouched is not None and (merged or kept_adapter(store) is None)  # from the model's checkpoint
+    copied = manifest.untouched is not None and (merged or kept_adapter(store.folder) is None)  # from the model's checkpoint
     with TransferDisplay(status_console()) as transfers:
         model_dir = None
         if recipe is not None and copied:
@@ -66,13 +62,13 @@ def run_export(
             named = expanded(recipe.model.name_or_path, key="model.name_or_path")
             model_dir = named if named.is_dir() else None
         progress = partial(transfers, f"exporting to {out.name}")
-        paths = export_trained(
+        paths = export_store(
             store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, progress=progress,
             say=write_status,
         )  # fmt: skip
     total = sum(path.stat().st_size for path in paths)
     write_last_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
-    if how := how_to_load(out, store):
+    if how := how_to_load(out, store.folder):
         write_status(how)
 
 
@@ -88,17 +84,13 @@ def _recipe_of(source: Path, overrides: Sequence[str]) -> Recipe | None:
 
 def run_verify(source: Path, *, json_output: bool) -> bool:
     """Prints what is intact in a store, and returns whether the newest state is."""
-    from fuyou_cli.training.state.at_rest import find_store, verify_store
-    from fuyou_cli.training.state.extent_checks import size_of
-    from fuyou_cli.training.state.source_checks import to_check
+    from fuyou_cli.training.state.at_rest import find_store, size_of, to_check, verify_store
 
     store = find_store(source)
-    newest, _ = manifests.newest(store)
-    total = 2 * size_of(newest) + to_check(newest) if newest is not None else None
-    with counting("reading", total) as progress:
+    with counting("reading", 2 * size_of(store.manifest) + to_check(store.manifest)) as progress:
         states = verify_store(store, progress=progress, say=write_status)
     if json_output:
-        write_json({"store": str(store), "states": [_as_data(state) for state in states]})
+        write_json({"store": str(store.folder), "states": [_as_data(state) for state in states]})
         return states[0].is_whole
     for state in states:
         _show(state)

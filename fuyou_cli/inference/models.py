@@ -29,16 +29,14 @@ from fuyou_cli.engine.vocabulary import cut_vocabulary, resolved_rows
 from fuyou_cli.engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
 from fuyou_cli.recipe.schema import MemoryLimit
 from fuyou_cli.spec.model import InPlace, Piece
-from fuyou_cli.training.adapter_exporting import MergedWeights, as_trained
-from fuyou_cli.training.exporting import READ_ARENA, StoreWeights
+from fuyou_cli.training.exporting import READ_ARENA, MergedWeights, StoreWeights, as_trained, left_alone
 from fuyou_cli.training.in_place_files import GPU_ALIGNMENT, addresses, lying_in
 from fuyou_cli.training.numerics import for_tensors
-from fuyou_cli.training.packed_reading import DecodingReader
+from fuyou_cli.training.quantised_weights import DecodingReader
 from fuyou_cli.training.run_log import LOG, saved_of
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import AtRest, at_rest, find_store
+from fuyou_cli.training.state.at_rest import OpenStore, SavedStore, at_rest, find_store, saved_store
 from fuyou_cli.training.state.kept_companions import kept_adapter, kept_companions
-from fuyou_cli.training.untouched import left_alone
 
 _READ = 1 << 21  # elements of a store at once: no more than a store's window holds
 
@@ -48,7 +46,7 @@ class FoundModel:
     """A model without its weights: as it is before `open_for_inference` reads any. `store`: its weights are a run's."""
 
     folder: Path  # config.json and the tokenizer
-    store: Path | None
+    store: SavedStore | None
     anatomy: Anatomy  # in evaluation mode, its vocabulary cut where that is large
     dtype: Literal["float32", "bfloat16"]
 
@@ -125,11 +123,8 @@ def find(
     store = find_store(source) if is_store(source) else _store_of_output(source)
     folder = source
     if store is not None:
-        manifest, _ = manifests.newest(store)
-        if manifest is None:
-            raise UsageError(f"there is no store in {source}")
-        folder = kept_companions(store) or Path(manifest.model_dir)
-        dtype = manifest.compute_dtype if dtype == "auto" else dtype
+        folder = kept_companions(store.folder) or Path(store.manifest.model_dir)
+        dtype = store.manifest.compute_dtype if dtype == "auto" else dtype
     elif not (source / CONFIG_NAME).is_file() and (source / "model" / CONFIG_NAME).is_file():
         folder = source / "model"
     elif not (source / CONFIG_NAME).is_file() and any(
@@ -155,7 +150,7 @@ def _output_of(source: Path) -> Path:
     return source.parent if (source / ADAPTER_CONFIG_NAME).is_file() else source
 
 
-def _store_of_output(source: Path) -> Path | None:
+def _store_of_output(source: Path) -> SavedStore | None:
     """Returns the store of a run's output folder in which there is no model, or of the adapter in it, if a state is saved."""
     if any((folder / CONFIG_NAME).is_file() for folder in (source, source / "model")):
         return None
@@ -163,8 +158,8 @@ def _store_of_output(source: Path) -> Path | None:
     if store is None or (_output_of(source) != source and kept_adapter(store) is None):
         return None
     with suppress(UsageError):  # a damaged one: the caller says where it lies
-        saved = manifests.newest(store)[0]
-        return store if saved is not None and saved.state == "committed" else None
+        saved = saved_store(store)
+        return saved if saved.manifest.state == "committed" else None
     return None
 
 
@@ -225,7 +220,7 @@ def open_for_inference(
                 return sum(reader.bytes_read for reader in readers)
         else:
             state = stack.enter_context(at_rest(found.store, arena_size=READ_ARENA, say=say))
-            weights = as_trained(found.store, StoreWeights(state.manifest, state.daemon, state.arena, dtype=found.dtype))
+            weights = as_trained(found.store.folder, StoreWeights(state, dtype=found.dtype))
             read, check = _of_store(found, state, weights), weights.check
             bytes_read = partial(_of_counters, state)
         sizes = {"memory": memory, "device_memory": device_memory}
@@ -284,7 +279,7 @@ def _nothing() -> None:
     pass
 
 
-def _of_counters(state: AtRest) -> int:
+def _of_counters(state: OpenStore) -> int:
     return state.daemon.counters().read_bytes
 
 
@@ -293,7 +288,7 @@ def _of_files(found: FoundModel, entries: Mapping[str, TensorEntry], reader: Ten
     return lambda name, into, first: decoding.read_into(entries[name], into, first=first)
 
 
-def _of_store(found: FoundModel, state: AtRest, weights: StoreWeights | MergedWeights) -> ReadInto:
+def _of_store(found: FoundModel, state: OpenStore, weights: StoreWeights | MergedWeights) -> ReadInto:
     stored_as = {base_name(tensor.name): tensor.stored_as for stage in state.manifest.stages for tensor in stage.tensors}
     shapes = {tensor.name: tensor.model_shape for stage in found.anatomy.stages for tensor in stage.tensors}
     known = {tensor.name: tensor for tensor in weights.tensors()}
@@ -305,7 +300,7 @@ def _of_store(found: FoundModel, state: AtRest, weights: StoreWeights | MergedWe
     for name, shape in shapes.items():
         if name not in stored_as or known[stored_as[name]].shape != shape:
             raise UsageError(
-                f"{found.store}: its tensors are not those of the model in {found.folder}: {name}",
+                f"{found.store and found.store.folder}: its tensors are not those of the model in {found.folder}: {name}",
                 hint="export it (fuyou export STORE OUT) and name the exported folder",
             )
 

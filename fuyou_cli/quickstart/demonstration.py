@@ -28,11 +28,11 @@ from fuyou_cli.machine.profile import core_count, usable_memory
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
 from fuyou_cli.recipe.schema import Recipe
-from fuyou_cli.training import losses
 from fuyou_cli.training.plan_step import layers_of
 from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run_log import read_log
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.store_folders import read_losses
 
 from .toy import CORPUS
 
@@ -268,7 +268,7 @@ def _done(recipe: Recipe, out: Path) -> Done:
     store = run_directories(recipe)[0]
     manifest, _ = manifests.newest(store)
     assert manifest is not None, "a run that ended well has committed"
-    known, _ = losses.read(store, manifest.step)
+    known, _ = read_losses(store, manifest.step)
     peaks = [int(record["ram_peak"]) for record in records[begin:] if record["event"] == "step"]
     return Done(plan=records[begin], losses=tuple(known), peak=max(peaks, default=0))
 

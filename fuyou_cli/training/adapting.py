@@ -7,7 +7,7 @@ continues. peft is imported only for a recipe with an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,14 +36,18 @@ from ..recipe.diagnostics import spelt
 from ..recipe.load import as_override
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from ..checkpoint.files import Checkpoint
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import AdapterSection, Recipe
     from ..spec.model import ModelSpec
-    from .state.first_weights import Added
-    from .state.stored import Manifest
+    from .state.manifest import Manifest
+
+    Pieces = Callable[[str], Iterator[torch.Tensor]]  # yields a tensor that the checkpoint has
+    # Gives the values of those of the names that no checkpoint has. It may ask for pieces of a tensor that a checkpoint has.
+    Added = Callable[[Iterable[str], Pieces], Mapping[str, torch.Tensor]]
 
 _LARGEST = 4 << 20  # bytes of adapter_config.json
 _PICKLED = "adapter_model.bin"

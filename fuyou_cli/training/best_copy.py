@@ -20,9 +20,8 @@ from ..core.errors import FuyouError, SwapError, UsageError
 from ..engine.forward_only import ForwardOnly
 from ..engine.skeleton import TORCH_DTYPE
 from ..spec.model import ModelSpec, TensorSpec
-from .adapter_exporting import write_adapter
 from .adapting import configuration
-from .exporting import STEP, bytes_of, write_model
+from .exporting import STEP, bytes_of, write_adapter, write_model
 from .prepare import best_folder
 from .report import BestReport
 from .state.kept_companions import kept_companions

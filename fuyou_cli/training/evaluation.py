@@ -22,8 +22,8 @@ from ..spec.plan import Numerics
 from .best_copy import BestCopy
 from .prepare import Ready
 from .report import BestReport, EvalReport, SampleReport
+from .state.manifest import MOST_SETS, Evaluated
 from .state.saver import Standing
-from .state.stored import MOST_SETS, Evaluated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

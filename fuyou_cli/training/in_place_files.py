@@ -16,13 +16,13 @@ from ..core.errors import UnreadableError, UsageError
 from ..core.units import align_up
 from ..spec.model import PAGE, SOURCES_AT, InPlace, Lying, SourceFile
 from .adapting import entries_of
-from .state.source_checks import how_to_put_back
+from .state.at_rest import how_to_put_back
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
     from ..recipe.schema import Recipe
     from .known_model import KnownModel
-    from .state.stored import Manifest
+    from .state.manifest import Manifest
 
 GPU_ALIGNMENT = 16  # bytes: the fast kernels of a GPU load as many at once
 

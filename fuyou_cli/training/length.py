@@ -18,7 +18,7 @@ from ..core.units import MiB, duration, format_time, gb
 from ..data.sources import say_nothing
 from ..recipe.schema import format_size
 from ..spec.plan import Plan
-from .state.stored import TENSORS
+from .state.manifest import TENSORS
 
 if TYPE_CHECKING:
     from ..data.batches import Part, Sampler

@@ -16,8 +16,8 @@ from ..engine.processor import has_fast_bfloat16
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelFacts
 from ..spec.plan import Numerics
-from .state.recipe_changes import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
-from .state.stored import Manifest
+from .state.manifest import Manifest
+from .state.resume import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

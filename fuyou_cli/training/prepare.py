@@ -27,12 +27,19 @@ from .adapting import as_started, check_peft, check_start, entries_of, starting_
 from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
 from .numerics import check_positions, check_tokens, note_slow_products
-from .state import fingerprints
-from .state.recipe_changes import settings_of
-from .state.resume import REFUSED, check_unchanged_run, refused, saved_state, steps_left
-from .state.stored import Change, Manifest, Untouched
+from .state.manifest import Change, Manifest, Untouched
+from .state.resume import (
+    REFUSED,
+    change_of_libraries,
+    check_unchanged_run,
+    fingerprints_of,
+    library_versions,
+    refused,
+    saved_state,
+    settings_of,
+    steps_left,
+)
 from .stored_quantised import as_stored, check_planned
-from .untouched import untouched_of
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
@@ -174,7 +181,7 @@ class Ready(Fetched):
     fingerprints: dict[str, str]
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
     untouched: Untouched | None  # what the run leaves alone of the model's checkpoint, as it was when the run began
-    settings: dict[str, Any] | None = None  # keys of the recipe that the run goes by (`state/recipe_changes.py`)
+    settings: dict[str, Any] | None = None  # keys of the recipe that the run goes by (`state/resume.py`)
     changes: tuple[Change, ...] = ()  # of these, since the run was saved
 
 
@@ -414,7 +421,7 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
         say(f"note: {repeated}")
     if mixture := mixture_of(recipe, sampler, total):
         say(f"data: {mixture}")
-    made_of = fingerprints.of(
+    made_of = fingerprints_of(
         recipe,
         planned.model_dir,
         planned.model,
@@ -427,7 +434,7 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
     changes: tuple[Change, ...] = ()
     if saved is not None:
         changes = check_unchanged_run(saved, made_of, total_steps=total, settings=settings, accepted=accept_changes)
-        if changed := fingerprints.change_of(saved.libraries, fingerprints.versions(recipe)):
+        if changed := change_of_libraries(saved.libraries, library_versions(recipe)):
             say(f"note: {changed}")
     return Ready(
         **fields_of(fetched, Fetched),
@@ -439,3 +446,15 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
         settings=settings,
         changes=changes,
     )
+
+
+def untouched_of(anatomy: Anatomy, entries: Mapping[str, TensorEntry]) -> Untouched | None:
+    """Names the tensors of a checkpoint that a run leaves alone: also those that stand for nothing in the model. None without
+    any."""
+    from ..checkpoint.names import is_in
+    from ..checkpoint.reader import weights_mark
+
+    parts = (*anatomy.untouched, *anatomy.buffers)
+    known = {*anatomy.model.state_dict(), *(name for those in anatomy.parts.values() for name, _ in those)}
+    found = {entry.name: entry for name, entry in entries.items() if is_in(parts, name) or name not in known}
+    return Untouched(names=tuple(found), mark=weights_mark(found)) if found else None

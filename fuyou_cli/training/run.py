@@ -53,11 +53,9 @@ from .numerics import gpu_most
 from .prepare import Planned, Ready
 from .report import RunReport, StepReport, Steps, run_report, settling_steps
 from .run_folders import RunFolders
-from .state import random_states
-from .state.parts import write_parts
-from .state.places import remember
-from .state.saver import Saver, Standing
+from .state.saver import Saver, Standing, seed_generators
 from .state.storage import StageFiles
+from .state.store_folders import remember_drives, write_parts
 from .step_meter import MemoryWatch, StepMeter, Trimming
 
 # What a run is doing, or was doing when an error ended it. "over": it has trained to its end.
@@ -110,7 +108,7 @@ class Run:
     def _open(self) -> None:
         plan, planned = self.plan, self.planned
         torch.set_num_threads(plan.numerics.torch_threads)
-        random_states.seed(planned.recipe.seed)
+        seed_generators(planned.recipe.seed)
         self._folders = RunFolders(planned, self.standing.run)
         self._folders.claim()
         arena = self._stack.enter_context(Arena(max(plan.arena_size, 1 << 21)))
@@ -174,7 +172,7 @@ class Run:
         saved = self.planned.manifest
         with self._saving_what_is_whole():
             self._folders.keep()
-            remember(self.planned.directories, say=self._announce)
+            remember_drives(self.planned.directories, say=self._announce)
             if saved is not None:
                 self.saver.restore(saved, progress)
                 return

@@ -34,7 +34,7 @@ from ..recipe.load import load_recipe
 from ..recipe.named import find_recipe, shipped_recipes
 from .report import BestReport, Busy, Compared, EvalReport, RunReport, SampleReport, Seconds, StepReport, Steps, run_report
 from .state import manifest as manifests
-from .state.stored import Change
+from .state.manifest import Change
 
 LOG = "log.jsonl"  # in an output_dir
 SCHEMA_VERSION = 1

@@ -26,12 +26,10 @@ from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.drives import io_uring_refusal
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.kernels import has_io_uring
-from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import at_rest
-from fuyou_cli.training.state.extent_checks import Damage, damages
-from fuyou_cli.training.state.parts import STORE_FILE, part_size
-from fuyou_cli.training.state.stored import Manifest
+from fuyou_cli.training.state.at_rest import Damage, ExtentSums, at_rest, saved_store
+from fuyou_cli.training.state.manifest import Manifest
+from fuyou_cli.training.state.store_folders import STORE_FILE, part_size, read_losses
 
 from .nursery import Child, Ended
 from .setting import Lost
@@ -147,7 +145,7 @@ def ending(recipe: Path) -> Ending:
     store = store_of(recipe)
     saved = manifests.read(store)
     assert saved is not None
-    losses, note = loss_files.read(store, saved.step)
+    losses, note = read_losses(store, saved.step)
     if note:
         raise Lost(note)
     return Ending(
@@ -180,13 +178,11 @@ def compare(ours: Ending, theirs: Ending, what: str) -> None:
 
 def damaged(store: Path) -> tuple[tuple[Damage, ...], tuple[Damage, ...]]:
     """Returns what is damaged in the newest committed state and in the one named before it."""
-    window = Span(offset=0, size=_WINDOW)
-    with at_rest(store, arena_size=_WINDOW) as opened:
+    with at_rest(saved_store(store), arena_size=_WINDOW) as opened:
         older = manifests.read(store, manifests.BEFORE)
+        sums = ExtentSums(opened.daemon, opened.arena, Span(offset=0, size=_WINDOW))
         states = (opened.manifest, older if older is not None and older.run == opened.manifest.run else None)
-        newest, before = (
-            tuple(damages(state, opened.daemon, opened.arena, window)) if state is not None else () for state in states
-        )
+        newest, before = (tuple(sums.damages(state)) if state is not None else () for state in states)
     return newest, before
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import Verified, verify_store
-from fuyou_cli.training.state.stored import Manifest, StoredExtent
+from fuyou_cli.training.state.at_rest import Verified, saved_store, verify_store
+from fuyou_cli.training.state.manifest import Manifest, StoredExtent
 
 from .crashes import Ending, check_went_on, compare, damaged, ending, finished, store_of
 from .nursery import Ended
@@ -147,7 +147,7 @@ def flip_bits(place: Place, run: Stopped, *, flips: int, seed: int, resumed_ever
         bit = drawn(run.newest, draw)
         what = f"flip {number} of seed {seed}: bit {bit.bit} of byte {bit.byte} of {bit.file}, in {bit.tensor} of {bit.stage}"
         bit.flip()
-        _check_named(run, verify_store(run.store), bit, what)
+        _check_named(run, verify_store(saved_store(run.store)), bit, what)
         found.flips += 1
         if number % resumed_every:
             bit.flip()

@@ -22,8 +22,8 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelFacts, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.parts import PART_FILE, read_part
-from fuyou_cli.training.state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
+from fuyou_cli.training.state.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from fuyou_cli.training.state.store_folders import PART_FILE, read_part
 
 _DIGEST = b',\n"digest": "'
 
@@ -153,7 +153,7 @@ def _part_bytes() -> list[bytes]:
 
 
 def _cleaned(folder: Path) -> object:
-    from fuyou_cli.training.state.removal import read_store
+    from fuyou_cli.training.state.store_folders import read_store
 
     return read_store(folder / manifests.NAME)
 

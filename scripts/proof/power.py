@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.parts import STORE_FILE
+from fuyou_cli.training.state.store_folders import STORE_FILE
 
 from .crashes import Ending, check_went_on, compare, ending, finished, named_steps
 from .disk_model import Left, rebuild

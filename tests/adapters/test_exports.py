@@ -27,11 +27,11 @@ from fuyou_cli.core.units import align_up
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.swap.kernels import checksum, split
-from fuyou_cli.training import adapter_exporting
-from fuyou_cli.training.adapter_exporting import export_adapter, export_merged
+from fuyou_cli.training import exporting
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.stored import StoredExtent, StoredStage, StoredTensor
+from fuyou_cli.training.state.at_rest import saved_store
+from fuyou_cli.training.state.manifest import StoredExtent, StoredStage, StoredTensor
 from tests.damage import counted_reads
 from tests.engine.families import FAMILIES
 
@@ -143,9 +143,9 @@ def test_peft_loads_the_adapter_and_its_merge_is_ours(
     family: str, section: str, computed: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Merges in pieces that begin and end within rows."""
-    monkeypatch.setattr(adapter_exporting, "_AT_ONCE", 1000)
+    monkeypatch.setattr(exporting, "_AT_ONCE", 1000)
     run = trained(tmp_path, family, section, computed)
-    (path,) = export_adapter(run.store, tmp_path / "adapter", dtype=dtype)
+    (path,) = export_store(saved_store(run.store), tmp_path / "adapter", dtype=dtype, max_shard_size=1 << 30)
     assert sorted(file.name for file in path.parent.iterdir()) == [ADAPTER_CONFIG_NAME, ADAPTER_NAME, "tokenizer.json"]
     written = load_file(path)
     assert written.keys() == run.adapter.keys()
@@ -155,7 +155,7 @@ def test_peft_loads_the_adapter_and_its_merge_is_ours(
     trainable = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
     assert trainable == {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
 
-    export_merged(run.store, tmp_path / "merged", dtype=dtype, max_shard_size=1 << 15)
+    export_store(saved_store(run.store), tmp_path / "merged", dtype=dtype, max_shard_size=1 << 15, merged=True)
     ours, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto", output_loading_info=True)
     assert not any(told.values()) and {value.dtype for value in ours.parameters()} == {TORCH_DTYPE[dtype]}
     theirs = (run.model if computed != dtype else loaded).merge_and_unload().state_dict()
@@ -170,7 +170,7 @@ def test_a_bit_flipped_on_its_way_is_not_exported(section: str, tmp_path: Path, 
     reads = counted_reads(monkeypatch)
 
     def exported(name: str) -> bytes:
-        (path,) = export_merged(run.store, tmp_path / name, dtype="float32", max_shard_size=1 << 30)
+        (path,) = export_store(saved_store(run.store), tmp_path / name, dtype="float32", max_shard_size=1 << 30, merged=True)
         return path.read_bytes()
 
     whole, refused = exported("whole"), 0
@@ -195,8 +195,8 @@ def test_an_adapter_without_its_configuration_is_not_exported_as_a_model(tmp_pat
     ):
         configuration.write_text(wrong)
         with pytest.raises(UsageError, match=rf"adapter_config\.json: {says}"):
-            export_merged(run.store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+            export_store(saved_store(run.store), tmp_path / "out", dtype="float32", max_shard_size=1 << 30, merged=True)
     configuration.unlink()
     with pytest.raises(FuyouError, match=ADAPTER_CONFIG_NAME):
-        export_store(run.store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+        export_store(saved_store(run.store), tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from fuyou_cli.checkpoint.reader import TensorReader
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.packed_tensors import packed_bank
-from fuyou_cli.training.packed_reading import DecodingReader
+from fuyou_cli.training.quantised_weights import DecodingReader
 from tests.quantised_checkpoint import as_bytes, of_fp8, quantised
 
 _NAME, _STATE = "a.weight", "a.weight.quant_state.bitsandbytes__nf4"

@@ -13,7 +13,7 @@ from fuyou_cli.cli import stores
 from fuyou_cli.cli.stores import run_clean
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, NAME, VERSION
-from fuyou_cli.training.state.removal import find_manifests, read_store
+from fuyou_cli.training.state.store_folders import find_manifests, read_store
 
 TEMPLATES = "additional_chat_templates"
 

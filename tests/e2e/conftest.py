@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,8 @@ from proof.tiny_runs import with_keys
 from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import Interrupted
 from fuyou_cli.core.paths import kept_folder
+from fuyou_cli.data import cache as tokenised
+from tests import served
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVED = "from fuyou_cli.data import cache\nfrom tests import served\ncache._serve = served.serve\n"
@@ -153,8 +156,26 @@ class Project:
         return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
     def fuyou(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs `fuyou ARGUMENTS` to its end."""
-        return ended(self.begin(*arguments))
+        """Runs `fuyou ARGUMENTS` to its end in this process, with nothing to read: `begin` starts one of its own."""
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+        with (
+            pytest.MonkeyPatch.context() as patched,
+            Path(os.devnull).open() as nothing,
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            environment = self.environment()
+            for name in os.environ.keys() - environment.keys():
+                patched.delenv(name)
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            patched.chdir(self.folder)
+            patched.setattr(sys, "stdin", nothing)
+            patched.setattr(tokenised, "_serve", served.serve)  # tokenises itself, and starts no worker
+            with pytest.raises(SystemExit) as end:
+                main([*map(str, arguments)])
+        texts = [(stream.flush(), stream.buffer.getvalue().decode())[1] for stream in (out, err)]  # type: ignore[attr-defined]
+        return subprocess.CompletedProcess("fuyou", int(end.value.code or 0), *texts)
 
     def begin(self, *arguments: str | Path, first: str = "", served: bool = True) -> Child:
         """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time.

@@ -21,7 +21,8 @@ from fuyou_cli.training.plan_step import plan, settle
 from fuyou_cli.training.prepare import Planned, Ready, fetch, inspect, resolve, tokenise, unheard
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.stored import Manifest
+from fuyou_cli.training.state.at_rest import saved_store
+from fuyou_cli.training.state.manifest import Manifest
 from tests.engine.comparing import unequal
 
 from .conftest import Project
@@ -96,7 +97,7 @@ def interrupt(step: int, phase: str) -> Between:
 
 
 def exported(store: Path, target: Path) -> dict[str, torch.Tensor]:
-    paths = export_store(store, target, dtype="float32", max_shard_size=1 << 30)
+    paths = export_store(saved_store(store), target, dtype="float32", max_shard_size=1 << 30)
     return {name: value for path in paths for name, value in load_file(path).items()}
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data.batches import collate
-from fuyou_cli.training.adapter_exporting import AdapterWeights
-from fuyou_cli.training.exporting import stored_weights
+from fuyou_cli.training.exporting import AdapterWeights, stored_weights
 from fuyou_cli.training.length import learning_rate, loaded
 from fuyou_cli.training.prepare import Ready
+from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import NewProject, Project, Whole
 from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
@@ -189,7 +189,7 @@ def test_a_run_starts_from_what_peft_saves_in_bfloat16(lora: NewProject, llama: 
     project = lora(changes={"adapter": adapter, "precision": {"compute": "bfloat16"}})
     with pytest.raises(Interrupted):
         train(project, interrupt(1, "forward"))
-    with stored_weights(store_of(project), dtype="float32", say=None, trained_only=True) as weights:
+    with stored_weights(saved_store(store_of(project)), dtype="float32", say=None, trained_only=True) as weights:
         kept = AdapterWeights(weights)
         held = {one.name: (bytearray(kept.read(one, 0, one.numel)), one.shape) for one in kept.tensors()}
     ours = {name: torch.frombuffer(values, dtype=torch.float32).view(shape) for name, (values, shape) in held.items()}

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.state.at_rest import verify_store
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.at_rest import saved_store, verify_store
 from tests.damage import flip
 
 from .conftest import NewProject, Project, Whole
@@ -133,7 +134,7 @@ def test_a_store_in_use_and_none_at_all(stopped: Project, tmp_path: Path) -> Non
     def look(run: Run) -> None:
         if not looked:  # who comes waits a second for whoever was killed to be gone
             with pytest.raises(FuyouError, match="is in use by a running fuyou"):
-                verify_store(store_of(stopped))
+                verify_store(saved_store(store_of(stopped)))
             looked.append(True)
 
     train(stopped, look)
@@ -157,3 +158,12 @@ def test_a_copy_is_not_taken_for_the_store_whose_files_it_names(stopped: Project
             done.stderr
         )
     assert not (tmp_path / "model").exists() and manifest_of(stopped).step == 2
+
+
+def test_a_store_that_was_used_since_its_manifest_was_read(stopped: Project) -> None:
+    """As by a run that takes a step before the store is locked: what was read may name what is overwritten."""
+    saved = saved_store(store_of(stopped))
+    manifests.write(saved.folder, saved.manifest, amends=True)
+    with pytest.raises(UsageError, match="another process has used the store"):
+        verify_store(saved)
+    assert verify_store(saved_store(saved.folder))[0].is_whole

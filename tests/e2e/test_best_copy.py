@@ -24,7 +24,8 @@ from .running import exported, run_of, train
 STEPS = 4
 KILLED = """
 import os, signal
-from fuyou_cli.checkpoint.writer import PartialDirectory
+from fuyou_cli.checkpoint.placement import PartialDirectory
+from fuyou_cli.training.state.at_rest import saved_store
 publish, seen = PartialDirectory.publish, []
 def killed(self):
     seen.append(self)
@@ -101,8 +102,9 @@ def test_an_adapter_and_a_cut_vocabulary(changes: dict[str, Any], new_project: N
     _, store = train(plain)
     if "adapter" in changes:
         from fuyou_cli.training.exporting import stored_weights
+        from fuyou_cli.training.state.at_rest import saved_store
 
-        with stored_weights(store, dtype="float32", say=None) as weights:
+        with stored_weights(saved_store(store), dtype="float32", say=None) as weights:
             expected = {
                 one.name: bytes(weights.read(one, 0, one.numel)) for one in weights.tensors() if weights.is_trained(one)
             }

@@ -15,7 +15,7 @@ from proof.parsers import with_digest
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.stored import Change
+from fuyou_cli.training.state.manifest import Change
 
 from .conftest import NewProject, Project
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train

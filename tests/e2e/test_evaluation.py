@@ -19,7 +19,7 @@ from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.training.evaluation import after
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.state.stored import Evaluated
+from fuyou_cli.training.state.manifest import Evaluated
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, manifest_of, prepared_run, run_of, train

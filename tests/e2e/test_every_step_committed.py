@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 from drawn import every
 
-from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
+from fuyou_cli.core.errors import Interrupted, SwapError
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.swap.kernels import checksum
-from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.commit_thread import Commits
-from fuyou_cli.training.state.stored import TENSORS, Manifest, StoredExtent
+from fuyou_cli.training.state.manifest import TENSORS, Manifest
+from fuyou_cli.training.state.saver import Commits
+from fuyou_cli.training.state.store_folders import LOSSES
 from tests.damage import flip
 
 from .conftest import NewProject, Project, Whole
@@ -100,7 +98,7 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
     assert_same_exports(resumed, expected.store, tmp_path)
 
 
-@pytest.mark.parametrize(("device", "apart"), every(2, [("cpu", 1), ("cpu", 9), ("emulated", 9), ("emulated", 1)]))
+@pytest.mark.parametrize(("device", "apart"), every(2, [("cpu", 3), ("cpu", 1), ("emulated", 9), ("emulated", 1)]))
 def test_a_step_that_measures_its_norm_first_may_end_at_any_visit(
     device: str, apart: int, llama: Path, new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:
@@ -125,32 +123,24 @@ def test_a_step_that_measures_its_norm_first_may_end_at_any_visit(
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
         {"optimizer.state_dtype": "int8", "offload.device": "emulated"},
         {"optimizer.state_dtype": "bfloat16", **UNCLIPPED},
         {"optimizer.name": "lion", "offload.optimizer_states": "cpu"},
         {"optimizer.name": "lion", **UNCLIPPED},
     ],
-    ids=["int8", "bfloat16", "lion", "lion, unclipped"],
+    ids=["float32", "int8", "bfloat16", "lion", "lion, unclipped"],
 )
-def test_other_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """Compares the draws that round them too, and every sum on the store."""
+def test_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    """Compares weights, remainders and moments, and the draws that round them, by the sums of all extents."""
     project = new_project("broken", {**changes, "train.max_steps": STEPS})
     with pytest.raises(Died):
         train(project, _dies_at(4, 3))
     expected = whole(changes)
     losses, store = train(project)
-    assert losses == expected.losses and losses != whole().losses
+    assert losses == expected.losses and (losses != whole().losses) is bool(changes)
     assert sums(store) == sums(expected.store)
-
-
-def test_the_same_states_are_on_the_store(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """Compares weights, remainders and moments by the sums of all extents, after dying twice and after never."""
-    broken = new_project("broken", {"train.max_steps": STEPS})
-    for step in (2, 4):
-        with pytest.raises(Died):
-            train(broken, _dies_at(step, 3))
-    _, store = train(broken)
-    assert sums(store) == sums(whole().store) and {tensor for _, tensor, _ in sums(store)} == set(TRAINED)
+    assert {tensor for _, tensor, _ in sums(store)} == set(TRAINED) or changes
 
 
 @pytest.mark.parametrize("tensor", every(2, TRAINED))
@@ -199,7 +189,7 @@ def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, whole
 
 def test_losses_that_are_gone_hinder_nothing(stopped: Project, whole: Callable[..., Whole]) -> None:
     expected = whole().losses
-    (store_of(stopped) / loss_files.NAME).unlink()
+    (store_of(stopped) / LOSSES).unlink()
     heard: list[str] = []
     with run_of(stopped, announce=heard.append) as run:
         run.load(lambda count: None)
@@ -252,21 +242,6 @@ def test_no_update_writes_over_what_the_last_manifest_names(new_project: NewProj
         daemon.update = look  # type: ignore[method-assign]
         run.train(lambda report: None)
     assert [clash for _, clash in written if clash] == [] and {step for step, _ in written} >= set(range(STEPS))
-
-
-def test_a_store_of_another_layout_is_refused_by_name(stopped: Project) -> None:
-    """Refuses a store whose sums are right: it was written so, by another version."""
-    saved = manifest_of(stopped)
-    stage = saved.stages[1]
-    assert stage.weights is not None
-    begin, size = stage.weights.offset + 4096, stage.weights.size
-    with Path(saved.files[0]).open("rb") as file:
-        file.seek(begin)
-        weights = StoredExtent(offset=begin, size=size, sum=checksum(file.read(size)))
-    stages = (saved.stages[0], replace(stage, weights=weights), *saved.stages[2:])
-    manifests.write(store_of(stopped), replace(saved, stages=stages))
-    with pytest.raises(UsageError, match="is not where this version of fuyou would put it"):
-        run_of(stopped)
 
 
 @pytest.mark.parametrize("every", [1, 3])

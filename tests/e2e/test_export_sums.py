@@ -8,6 +8,7 @@ import pytest
 
 from fuyou_cli.core.errors import SwapError
 from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.state.at_rest import saved_store
 from tests.damage import counted_reads, flip
 
 from .conftest import Project
@@ -15,7 +16,7 @@ from .running import exported, manifest_of, store_of
 
 
 def _export(store: Path, out: Path) -> None:
-    export_store(store, out, dtype="float32", max_shard_size=1 << 30)
+    export_store(saved_store(store), out, dtype="float32", max_shard_size=1 << 30)
 
 
 def test_a_flipped_bit_is_never_exported(stopped: Project, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.swap.store import Store
 from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.parts import begin_parts, read_part
 from fuyou_cli.training.state.resume import find_saved
+from fuyou_cli.training.state.store_folders import begin_parts, read_part
 
 from .conftest import Command, NewProject, Project, Whole
 from .running import STEPS, interrupt, run_of, train

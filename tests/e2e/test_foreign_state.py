@@ -20,9 +20,8 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state import resume
 from fuyou_cli.training.state.kept_companions import keep_companions
-from fuyou_cli.training.state.parts import is_written
-from fuyou_cli.training.state.removal import read_store
-from fuyou_cli.training.state.stored import Manifest, StoredStage
+from fuyou_cli.training.state.manifest import Manifest, StoredStage
+from fuyou_cli.training.state.store_folders import is_written, read_store
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, manifest_of, run_of, store_of, train

@@ -20,9 +20,9 @@ from fuyou_cli.checkpoint.reader import weights_mark
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.exporting import with_untouched
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.stored import Untouched
-from fuyou_cli.training.untouched import with_untouched
+from fuyou_cli.training.state.manifest import Untouched
 from tests.quantised_checkpoint import fp8, of_fp8
 
 from .conftest import NewProject, Project

@@ -19,9 +19,8 @@ from fuyou_cli.core.units import gb
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.state.at_rest import at_rest, verify_store
-from fuyou_cli.training.state.source_checks import to_check
-from fuyou_cli.training.state.stored import Manifest
+from fuyou_cli.training.state.at_rest import at_rest, saved_store, to_check, verify_store
+from fuyou_cli.training.state.manifest import Manifest
 from tests.damage import flip
 
 from .conftest import NewProject, Project
@@ -215,11 +214,11 @@ def test_other_bytes_under_the_same_time_are_not_exported(frozen: NewProject, mo
         flip(file, at)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         with pytest.raises(ModelFileError, match=f"{file}: its content is not what the saved run has read"):
-            export_store(store, tmp_path / "exported", dtype="float32", max_shard_size=1 << 30)
+            export_store(saved_store(store), tmp_path / "exported", dtype="float32", max_shard_size=1 << 30)
         assert not (tmp_path / "exported").exists()
         file.write_bytes(content)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    export_store(store, tmp_path / "exported", dtype="float32", max_shard_size=1 << 30)
+    export_store(saved_store(store), tmp_path / "exported", dtype="float32", max_shard_size=1 << 30)
 
 
 @pytest.mark.parametrize("summed", [True, False])
@@ -240,7 +239,7 @@ def test_verifying_compares_the_models_files(summed: bool, frozen: NewProject, m
     assert f"{name}{gb(checked['same'])}, all checksums match" in done.stdout
     assert checked["same"] < to_check(manifest_of(project))  # the blocks share a page, which is counted once
     said: list[str] = []
-    with at_rest(store, arena_size=1 << 22, say=said.append):
+    with at_rest(saved_store(store), arena_size=1 << 22, say=said.append):
         assert said == [f"{file} has another time of change: comparing {gb(checked['same'])} with what was read before"]
 
 
@@ -280,18 +279,18 @@ def test_an_export_has_them_from_the_files(frozen: NewProject, tmp_path: Path, m
 
     project = frozen()
     _, store = train(project)
-    (written,) = export_store(store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+    (written,) = export_store(saved_store(store), tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
     before, after = load_file(weights_of(model)), load_file(written)
     same = {name for name in before if before[name].equal(after[name])}
     assert {name for name in before if ".h.0." in f".{name}"} <= same
     assert {name for name in before if name.endswith("h.1.attn.c_attn.weight")}.isdisjoint(same)
     os.utime(weights_of(model), ns=(0, 5))
-    (again,) = export_store(store, tmp_path / "again", dtype="float32", max_shard_size=1 << 30)
+    (again,) = export_store(saved_store(store), tmp_path / "again", dtype="float32", max_shard_size=1 << 30)
     assert again.read_bytes() == written.read_bytes()
     put_another_byte(weights_of(model), manifest_of(project))
     os.utime(weights_of(model), ns=(0, 6))
     with pytest.raises(FuyouError, match="its content is not what the saved run has read"):
-        export_store(store, tmp_path / "never", dtype="float32", max_shard_size=1 << 30)
+        export_store(saved_store(store), tmp_path / "never", dtype="float32", max_shard_size=1 << 30)
 
 
 def put_another_byte(file: Path, saved: Manifest) -> None:
@@ -312,7 +311,7 @@ def test_an_adapter_is_exported_without_the_models_files(frozen: NewProject, mod
     weights_of(model).unlink()
     run_export(store, tmp_path / "out", [], dtype=None)
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    verified = verify_store(store)
+    verified = verify_store(saved_store(store))
     assert not any(found.damages for found in verified)
     assert verified[0].files[0].unknown == "No such file or directory" and verified[0].is_whole
     with pytest.raises(UsageError, match=r"model\.safetensors: No such file"):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import NewProject, Project
 from .running import STEPS, exported, interrupt, manifest_of, planned, prepared_run, store_of, train
@@ -55,19 +56,19 @@ def test_without_the_models_files_frozen_weights_are_rounded_and_that_is_said(
     began, said = load_file(model / "model.safetensors"), list[str]()
     model.rename(away)
     (path,) = export_store(
-        store, tmp_path / "rounded", dtype="float32", max_shard_size=1 << 30, say=said.append, model_dir=None
+        saved_store(store), tmp_path / "rounded", dtype="float32", max_shard_size=1 << 30, say=said.append, model_dir=None
     )
     rounded, name = load_file(path), "transformer.wte.weight"
     assert torch.equal(rounded[name], began[name].bfloat16().float()) and not torch.equal(rounded[name], began[name])
     assert any("what was not trained is written as it was computed with, rounded to bfloat16" in line for line in said)
-    export_store(store, tmp_path / "narrow", dtype="bfloat16", max_shard_size=1 << 30, say=said.append)
+    export_store(saved_store(store), tmp_path / "narrow", dtype="bfloat16", max_shard_size=1 << 30, say=said.append)
     assert len(said) == 1  # where that is no loss
     there = project.fuyou("export", "recipe.yaml", tmp_path / "own", "--dtype", "float32", f"model.name_or_path={away}")
     assert there.returncode == 0 and "rounded" not in there.stderr, there.stderr
     assert torch.equal(load_file(tmp_path / "own" / "model.safetensors")[name], began[name])
     save_file({**began, name: began[name] * 1.01}, away / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match=r"model\.safetensors: transformer\.wte\.weight is not what the run began with"):
-        export_store(store, tmp_path / "other", dtype="float32", max_shard_size=1 << 30, model_dir=away)
+        export_store(saved_store(store), tmp_path / "other", dtype="float32", max_shard_size=1 << 30, model_dir=away)
     assert not (tmp_path / "other").exists()
 
 

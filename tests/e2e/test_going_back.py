@@ -14,21 +14,14 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.core.errors import SwapError, UsageError
+from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.training.report import StepReport
-from fuyou_cli.training.state import extent_checks as verify
+from fuyou_cli.training.state import at_rest as verify
 from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import ROOT, NewProject, Project, Whole
 from .running import STEPS, interrupt, manifest_of, run_of, store_of, train
 from .test_every_step_committed import Died, _dies_at
-
-
-def _stopped(project: Project) -> Project:
-    """Stops in step 3."""
-    with pytest.raises(Exception, match="stopped after step 2"):
-        train(project, interrupt(3, "forward"))
-    return project
 
 
 def _damage_manifest(store: Path) -> None:
@@ -39,40 +32,37 @@ def _damage_manifest(store: Path) -> None:
 # ---- the newest manifest is damaged --------------------------------------------------------------------------------
 
 
-def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(stopped: Project, whole: Callable[..., Whole]) -> None:
     expected = whole().losses
-    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
-    store = store_of(project)
+    store = store_of(stopped)
     _damage_manifest(store)
-    done = project.fuyou("verify", store)
+    done = stopped.fuyou("verify", store)
     assert done.returncode == 1
     assert f"{store / manifests.NAME} is damaged" in done.stdout
     older = manifests.read(store, manifests.BEFORE)
     assert older is not None and f"continues from the state after step {older.step}, which is intact" in done.stdout
-    told = json.loads(project.fuyou("verify", store, "--json").stdout)
+    told = json.loads(stopped.fuyou("verify", store, "--json").stdout)
     assert str(store / manifests.NAME) in told["states"][0]["problem"] and not told["states"][0]["older"]
-    assert train(project)[0] == expected
+    assert train(stopped)[0] == expected
     assert (store / manifests.DAMAGED).exists()
 
 
-def test_a_manifest_that_cannot_be_read_now_is_not_gone_back_behind(new_project: NewProject) -> None:
-    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
-    store = store_of(project)
+def test_a_manifest_that_cannot_be_read_now_is_not_gone_back_behind(stopped: Project) -> None:
+    store = store_of(stopped)
     path, away = store / manifests.NAME, store / "away"
     path.rename(away)
     path.symlink_to(path)  # "too many levels of symbolic links": no permission, for whoever may read everything
     with pytest.raises(UsageError, match=r"manifest\.json: cannot be read"):
-        train(project)
+        train(stopped)
     path.unlink()
     away.rename(path)
-    assert manifest_of(project).step == 2
+    assert manifest_of(stopped).step == 2
 
 
 def test_what_is_read_wrong_once_is_read_again(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
+    stopped: Project, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
 ) -> None:
     expected = whole().losses
-    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
     calls: list[int] = []
 
     def wrong_once(data: Any, *, position: int = 0) -> int:
@@ -81,18 +71,17 @@ def test_what_is_read_wrong_once_is_read_again(
 
     real = verify.checksum
     monkeypatch.setattr(verify, "checksum", wrong_once)
-    assert train(project)[0] == expected
+    assert train(stopped)[0] == expected
     assert len(calls) > 5
 
 
 # ---- what a saved run does not go on with ----------------------------------------------------------------------------
 
 
-def test_another_kind_of_device_is_named(new_project: NewProject) -> None:
-    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
-    project.write_recipe({"train.max_steps": STEPS, "offload.device": "emulated"})
+def test_another_kind_of_device_is_named(stopped: Project) -> None:
+    stopped.write_recipe({"train.max_steps": STEPS, "offload.device": "emulated"})
     with pytest.raises(UsageError, match=r"the kind of device .* changed since"):
-        train(project)
+        train(stopped)
 
 
 def test_a_folder_whose_run_is_still_loading_is_none_to_go_on_from(new_project: NewProject) -> None:
@@ -115,7 +104,8 @@ def test_the_weights_it_began_with_are_not_needed_any_more(
     own = tmp_path / "own"
     project = new_project("stopped", {"train.max_steps": STEPS, "model.name_or_path": str(own)})
     shutil.copytree(project.materials / "model", own)
-    _stopped(project)
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, "forward"))
     for path in own.glob("*.safetensors"):
         path.unlink()
     done = project.fuyou("finetune", project.recipe)

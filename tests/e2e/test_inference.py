@@ -169,7 +169,7 @@ def test_a_device_that_is_full_is_an_error_of_generate() -> None:
 
 def test_a_store_is_found_by_the_folder_of_its_run(whole: Callable[..., Whole]) -> None:
     store = whole().store
-    assert find_store(store.parent.parent) == store, "in output_dir/store, without a log"
+    assert find_store(store.parent.parent).folder == store, "in output_dir/store, without a log"
 
 
 def test_an_output_folder_whose_store_lies_elsewhere(new_project: NewProject, tmp_path: Path) -> None:
@@ -177,7 +177,8 @@ def test_an_output_folder_whose_store_lies_elsewhere(new_project: NewProject, tm
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False, "offload.dir": "drive"})
     assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
     (store,) = (project.folder / "drive").iterdir()
-    assert find(project.out).store == store and not (project.out / "store").exists()
+    saved = find(project.out).store
+    assert saved is not None and saved.folder == store and not (project.out / "store").exists()
     assert streamed(project.out) == streamed(store)
     sets = f"dataset.eval=[{{path: {project.materials / 'rows.jsonl'}}}]"
     for words in (

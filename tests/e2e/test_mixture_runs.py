@@ -23,6 +23,7 @@ from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import Spread
+from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import NewProject, Project
 from .running import interrupt, prepared_run, store_of, sums, train
@@ -91,7 +92,7 @@ def test_files_come_out_as_they_went_in(family: str, mixture: NewProject, tmp_pa
     """At a rate that is zero in float32: the keys, shapes and bits that `save_pretrained` wrote."""
     project = mixture(family, {"optimizer.lr": 1e-60, "lr_scheduler.warmup_steps": 0, "train.max_steps": 1})
     _, store = train(project)
-    files = export_store(store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+    files = export_store(saved_store(store), tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
     found = {name: value for file in files for name, value in load_file(file).items()}
     wanted = load_file(write(project.materials, family) / "model.safetensors")
     assert found.keys() == wanted.keys()

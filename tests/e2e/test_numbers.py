@@ -21,7 +21,7 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_log import read_log
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.stored import StoredStage
+from fuyou_cli.training.state.manifest import StoredStage
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, assert_same_exports, manifest_of, run_of, store_of, train

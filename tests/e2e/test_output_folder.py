@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.output_folder import claimed
+from fuyou_cli.training.run_folders import claimed
 
 from .conftest import NewProject
 from .running import train

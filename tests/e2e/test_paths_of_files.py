@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.resume import find_saved
 
-from .conftest import NewProject, ended
+from .conftest import NewProject
 
 
 @pytest.mark.parametrize("key", ["offload.dir", "output_dir"])
@@ -66,11 +67,10 @@ def test_a_current_folder_whose_name_is_not_utf8(new_project: NewProject, llama:
     folder = project.folder / os.fsdecode(b"here\xff")
     folder.mkdir()
     (folder / "llama").symlink_to(llama)
-    assert project.nursery is not None
+    there = replace(project, folder=folder)
 
     def fuyou(*words: str) -> str:
-        begun = project.nursery().begin(list(words), folder=folder, environment=project.environment())
-        done = ended(begun)
+        done = there.fuyou(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

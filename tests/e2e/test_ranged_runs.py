@@ -18,6 +18,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.prepare import Ready
+from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import NewProject, Project
 from .running import interrupt, planned, prepared_run, sums, train
@@ -86,7 +87,10 @@ def test_trains_stops_and_exports(family: str, projects: Any, tmp_path: Path) ->
     wanted, of_whole = train(whole)
     losses, store = train(cut)
     assert losses == pytest.approx(wanted, rel=1e-6)
-    exports = [export_store(one, tmp_path / one.name, dtype="float32", max_shard_size=1 << 30) for one in (of_whole, store)]
+    exports = [
+        export_store(saved_store(one), tmp_path / one.name, dtype="float32", max_shard_size=1 << 30)
+        for one in (of_whole, store)
+    ]
     before, after = ({k: v for file in files for k, v in load_file(file).items()} for files in exports)
     assert before.keys() == after.keys()
     told = [streamed(one, memory=1 << 28) for one in (store, of_whole)]  # by `fuyou eval`

@@ -22,6 +22,7 @@ from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.prepare import inspect, resolve
 from fuyou_cli.training.report import SampleReport
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.kept_companions import keep_companions
 
 from .conftest import NewProject, Project, Whole
@@ -116,12 +117,12 @@ def test_other_runs(changes: dict[str, Any], new_project: NewProject, llama: Pat
     assert losses == expected
     model = tmp_path / "model"
     if "adapter" in changes:
-        from fuyou_cli.training.adapter_exporting import export_merged
+        from fuyou_cli.training.exporting import export_store
 
         made = prepared_run(plain).planned
         adapter = configuration(made.recipe, made.anatomy.model, made.model_dir)
         keep_companions(store, made.recipe.tokenizer, model_dir=llama, tokenizer_dir=llama, adapter=adapter)
-        export_merged(store, model, dtype="float32", max_shard_size=1 << 30)
+        export_store(saved_store(store), model, dtype="float32", max_shard_size=1 << 30, merged=True)
     else:
         exported(store, model)
     assert [one.text for one in found[:3]] == in_memory(llama, PROMPTS, 6)

@@ -22,7 +22,7 @@ from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.parts import PART_FILE
+from fuyou_cli.training.state.store_folders import PART_FILE
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
@@ -279,10 +279,8 @@ def test_a_running_run_is_not_said_to_be_broken(new_project: NewProject, tmp_pat
     assert seen == ["stop that run first (Ctrl-C saves it)"] * 2
 
 
-def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    project = new_project("moved", {"train.max_steps": STEPS})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
+def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(stopped: Project, whole: Callable[..., Whole]) -> None:
+    project = stopped
     away = project.folder / "renamed"
     project.out.rename(away)
     project.write_recipe({"train.max_steps": STEPS, "output_dir": str(away)})
@@ -296,15 +294,12 @@ def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: New
     assert train(project)[0] == whole().losses
 
 
-def test_what_has_the_name_of_the_losses_is_found_before_a_step_is_computed(new_project: NewProject) -> None:
-    project = new_project(changes={"train.max_steps": 4})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
-    losses, steps = store_of(project) / "losses.bin", list[int]()
+def test_what_has_the_name_of_the_losses_is_found_before_a_step_is_computed(stopped: Project) -> None:
+    losses, steps = store_of(stopped) / "losses.bin", list[int]()
     losses.unlink()
     os.mkfifo(losses)
     with pytest.raises(FuyouError, match=r"losses\.bin: .* is not a plain file") as refused:
-        train(project, lambda run: steps.append(run.step))
+        train(stopped, lambda run: steps.append(run.step))
     assert "move it away; the state after step 2 is saved" in str(refused.value.hint)
     assert not steps
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.training.exporting import export_store
-from fuyou_cli.training.state.at_rest import verify_store
+from fuyou_cli.training.state.at_rest import saved_store, verify_store
 
 from .conftest import NewProject, Project
 from .running import run_of, store_of
@@ -50,8 +50,8 @@ def test_a_store_that_is_verified_or_exported_is_named(
     monkeypatch.setattr("fuyou_cli.core.process.FIRST", 0.0)
     monkeypatch.setattr("fuyou_cli.swap.daemon._SLICE_NS", 0)
     store, heard = store_of(stopped), list[str]()
-    verify_store(store, say=heard.append)
+    verify_store(saved_store(store), say=heard.append)
     assert heard and all(said.startswith(f"waiting for the store ({store}) for ") for said in heard)
     heard.clear()
-    export_store(store, tmp_path / "model", dtype="float32", max_shard_size=1 << 30, say=heard.append)
+    export_store(saved_store(store), tmp_path / "model", dtype="float32", max_shard_size=1 << 30, say=heard.append)
     assert heard and all(said.startswith(f"waiting for the store ({store}) for ") for said in heard)

@@ -14,7 +14,7 @@ from drawn import every
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan
-from fuyou_cli.training.state.stored import TENSORS
+from fuyou_cli.training.state.manifest import TENSORS
 from tests.emulated import EmulatedDevice
 
 from .conftest import NewProject, Whole

@@ -19,8 +19,9 @@ from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
 from fuyou_cli.swap.store import Store
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.parts import STORE_FILE
+from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.resume import check_unchanged_run
+from fuyou_cli.training.state.store_folders import STORE_FILE
 
 from .conftest import ROWS, NewProject, Project, Whole
 from .running import STEPS, assert_same_exports, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
@@ -303,7 +304,7 @@ def test_the_export_computes_what_the_store_holds(new_project: NewProject, tmp_p
             for tensor in stage.tensors:
                 weights[tensor.name] = flat[tensor.offset :][: tensor.numel].view(tensor.shape).clone()
         store = run.store.paths[0].parent
-    export_store(store, tmp_path / "export", dtype="float32", max_shard_size=1 << 16)
+    export_store(saved_store(store), tmp_path / "export", dtype="float32", max_shard_size=1 << 16)
     assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     plain = AutoModelForCausalLM.from_config(prepared.planned.anatomy.model.config).eval()

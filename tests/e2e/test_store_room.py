@@ -16,7 +16,7 @@ from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan
 from fuyou_cli.training.prepare import DiskShare, Planned, StoreDisks, inspect, resolve, run_directories
-from fuyou_cli.training.state.parts import STORE_FILE
+from fuyou_cli.training.state.store_folders import STORE_FILE
 
 from .conftest import NewProject, Project
 from .running import silent

@@ -19,7 +19,7 @@ from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.stored import Manifest
+from fuyou_cli.training.state.manifest import Manifest
 from tests.quantised_checkpoint import write_quantised
 
 from . import test_adapter_runs as adapter_runs

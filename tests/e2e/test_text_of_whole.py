@@ -20,10 +20,10 @@ from fuyou_cli.engine.anatomy import as_marked, dissect, frozen
 from fuyou_cli.engine.skeleton import build, load_config
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import AdapterSection
-from fuyou_cli.training.adapter_exporting import how_to_load
 from fuyou_cli.training.best_copy import kept_step
-from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.exporting import export_store, how_to_load
 from fuyou_cli.training.report import BestReport
+from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import NewProject
 from .running import interrupt, planned, prepared_run, run_of, train
@@ -85,7 +85,7 @@ def test_buffers_are_the_checkpoints(new_project: NewProject, materials: Path, t
     losses, store = train(project)
     begun = transformers.AutoModelForImageTextToText.from_pretrained(own, dtype=torch.float32)
     assert losses[0] == pytest.approx(begun(input_ids=ids, labels=labels).loss.item(), rel=1e-6)
-    export_store(store, out := tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+    export_store(saved_store(store), out := tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
     scales = {name: value.item() for name, value in tensors(out).items() if name.endswith("layer_scalar")}
     assert sorted(scales.values()) == pytest.approx([0.3, 1.3])
     assert streamed(store) == pytest.approx(in_memory(out), rel=1e-6)
@@ -113,7 +113,7 @@ def test_exports_have_the_tower_as_it_was(new_project: NewProject, whole_gemma: 
     assert all(part in note for part in TOWER)
     _, store = train(project)
     out = project.folder / "again"
-    export_store(store, out, dtype="float32", max_shard_size=100_000)
+    export_store(saved_store(store), out, dtype="float32", max_shard_size=100_000)
     before, after = beside(tensors(whole_gemma)), tensors(out)
     assert before and (out / "model.safetensors.index.json").is_file() and (out / "preprocessor_config.json").is_file()
     for written in (after, tensors(project.out / "best")):
@@ -126,7 +126,7 @@ def test_exports_have_the_tower_as_it_was(new_project: NewProject, whole_gemma: 
     third, away = project.folder / "third", whole_gemma.with_name("away")
     try:
         with pytest.raises(UsageError, match="what was not trained is in the model's checkpoint"):
-            export_store(store, third, dtype="float32", max_shard_size=100_000)
+            export_store(saved_store(store), third, dtype="float32", max_shard_size=100_000)
         run_export(project.recipe, third, [f"model.name_or_path={away}"], dtype="bfloat16")
         assert {n: v.tolist() for n, v in beside(tensors(third)).items()} == {n: v.tolist() for n, v in before.items()}
     finally:

@@ -26,9 +26,9 @@ from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec, banks_of
 from fuyou_cli.spec.packed_tensors import QUANTISED, READ_ONLY, TRANSPOSED, Quantised, packed_bank
 from fuyou_cli.swap.kernels import Workers
-from fuyou_cli.training.packed_reading import PackedReader
-from fuyou_cli.training.state import quantised_import
-from fuyou_cli.training.state.first_weights import FirstWeights
+from fuyou_cli.training import quantised_weights
+from fuyou_cli.training.quantised_weights import PackedReader
+from fuyou_cli.training.state.storage import FirstWeights
 from tests.quantised_checkpoint import mxfp4
 
 SHAPES: dict[str, tuple[int, ...]] = {"short": (20, 40), "odd": (3, 5), "large": (300, 128), "zeros": (2, 96)}
@@ -63,7 +63,7 @@ def packed(kind: Quantised, dtype: Dtype) -> tuple[StageSpec, torch.Tensor]:
     if kind in READ_ONLY:
         return stage, drawn(kind, stage, bank)
     with Workers(2) as workers:
-        quantised_import.quantise(stage, bank, lambda name, most: iter(values[name].split(most)), dtype=dtype, workers=workers)
+        quantised_weights.quantise(stage, bank, lambda name, most: iter(values[name].split(most)), dtype=dtype, workers=workers)
     return stage, bank
 
 
@@ -84,7 +84,7 @@ def drawn(kind: Quantised, stage: StageSpec, bank: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_import, "PIECE", 64 * 100)
+    monkeypatch.setattr(quantised_weights, "PIECE", 64 * 100)
     monkeypatch.setattr(compute_weights, "_AT_ONCE", 64 * 256)
     stage, bank = packed(kind, dtype)
     host, device = HostDecoder(dtype, threads=2), open_device(on)
@@ -202,6 +202,6 @@ def test_what_float16_has_not_is_one_error() -> None:
     stage, bank = packed("int8", "float32")
     values: Any = {name: torch.full((at.numel,), 1e5) for name, at in stage.packed().items()}
     with pytest.raises(UsageError, match=r"model\.quantize: int8: short: 800 values are NaN or Inf"):
-        quantised_import.quantise(
+        quantised_weights.quantise(
             stage, bank, lambda name, most: iter(values[name].split(most)), dtype="float32", workers=Workers()
         )  # fmt: skip

@@ -20,11 +20,11 @@ from proof.parsers import manifest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import own_folder
-from fuyou_cli.training import losses
 from fuyou_cli.training.state import kept_companions as companions
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state import parts
+from fuyou_cli.training.state import store_folders as parts
 from fuyou_cli.training.state.saver import Saver
+from fuyou_cli.training.state.store_folders import LOSSES, write_losses
 
 PRECIOUS = b"my thesis"
 SOMEBODY = 12345  # a user
@@ -41,7 +41,7 @@ def _reserve_disk(folder: Path) -> None:
 
 # what writes, where a plant would be hit, what is there afterwards
 WRITERS: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "losses": (lambda folder: losses.write(folder, [1.0, 2.0]), losses.NAME, losses.NAME),
+    "losses": (lambda folder: write_losses(folder, [1.0, 2.0]), LOSSES, LOSSES),
     "manifest": (lambda folder: manifests.write(folder, manifest()), ".manifest.new", manifests.NAME),
     "part": (lambda folder: parts.write_parts("0" * 16, [folder]), parts.NEW_PART, parts.PART_FILE),
     "companion": (_keep, "companions/.config.json.unfinished", "companions/config.json"),

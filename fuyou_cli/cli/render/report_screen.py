@@ -15,7 +15,7 @@ from fuyou_cli.core.json_files import one_line, printable
 from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, EvalReport, RunReport, Spread, StepReport
 from fuyou_cli.training.run_log import History
-from fuyou_cli.training.state.recipe_changes import in_words
+from fuyou_cli.training.state.resume import in_words
 
 from .charts import Series, line_svg, shares_svg, show_loss, show_timeline, timeline_svg, waiting
 from .theme import heading, pairs, percent, rate, ruled, say, show, some, speed, symbols, tera

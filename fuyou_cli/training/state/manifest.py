@@ -1,4 +1,4 @@
-"""Reads and writes the manifest of a run's store: which extents hold which generation, and which step the run has reached.
+"""What a run's store holds, as a manifest says it: which extents hold which generation, and which step the run has reached.
 
 A manifest is written, synced and renamed once the data it names is on stable storage. While a store is filled its state is
 `loading`. No update overwrites what a `committed` manifest names before the next one is on stable storage (`CommitLedger` in
@@ -14,24 +14,184 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
+
+from ...checkpoint.header import NAME_LIMIT
 from ...core.disk import failed_writing, status_of, sync_directory, unreadable
 from ...core.errors import FuyouError, UnreadableError, UsageError
 from ...core.json_files import find_text, from_json, has_too_many_values, object_in
 from ...core.paths import write_own
-from ...spec.plan import Numerics
-from .stored import Evaluated, Manifest, StoredStage
+from ...spec.model import Piece, Rule, SourceFile, StateDtype, StateLayout
+from ...spec.packed_tensors import PackedTensor, Quantised, packed_bank
+from ...spec.plan import Numerics, StateTensor
+
+State = Literal["loading", "committed"]
+
+TENSORS = get_args(StateTensor)  # tensors of a stage, in the order of a place
+ALIGN = 4096  # alignment of stripes and extents for direct I/O
+MOST_CHANGES = 1000  # that are recorded; the newest ones
+MOST_SETS = 16  # most sets whose losses are put aside
+
+Aligned = Annotated[int, Field(multiple_of=ALIGN)]
+Sum = Annotated[int, Field(le=(1 << 64) - 1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """Describes a tensor, or the part of its elements that a stage holds."""
+
+    name: str  # the name in the model
+    stored_as: Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)]  # the name in its checkpoint and in every export
+    shape: Annotated[tuple[int, ...], Field(max_length=64)]  # of the whole tensor; torch allows no more dimensions
+    offset: int  # elements within the stage
+    first: int  # elements of the tensor before this part
+    count: int
+    decay: bool  # whether AdamW's weight decay applies
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Returns the shape of this part, where it is whole rows of the tensor's first dimension."""
+        return (self.count // prod(self.shape[1:]), *self.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredExtent:
+    """Names bytes of the store, and the checksum (`swap.kernels.checksum`) of what was written there."""
+
+    offset: Aligned
+    size: int
+    sum: Sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredStage:
+    """Describes one stage at rest: a bank of trained parameters, then one of frozen ones. Extents are None where every value is
+    zero or there is no such tensor."""
+
+    name: str
+    params: int
+    trained: int  # of these, in the order of offsets: the first ones; the others are frozen
+    generation: int
+    turn: int  # which place of its pair (spec.plan.ExtentPair) it rests in
+    zero_moments: bool
+    zero_remainder: bool
+    weights: StoredExtent | None  # trained ones
+    frozen: StoredExtent | None
+    remainder: StoredExtent | None
+    momentum: StoredExtent | None
+    variance: StoredExtent | None
+    tensors: tuple[StoredTensor, ...]
+    pieces: tuple[Piece, ...] = ()  # of the checkpoint's files that hold the frozen parameters instead of an extent
+    piece_sums: tuple[Sum, ...] = ()  # checksum of each piece as it was first read; none: not all were read, or none was summed
+    quantised: int = 0  # of its parameters, the last ones: frozen ones that rest quantised
+
+    def packed(self, quantisation: Quantised) -> tuple[Mapping[str, PackedTensor], int]:
+        """Returns where its quantised tensors lie in their bank, by name, and the bank's bytes."""
+        first = self.params - self.quantised
+        return packed_bank(quantisation, ((tensor.name, tensor.held) for tensor in self.tensors if tensor.offset >= first))
+
+    def extents(self) -> list[tuple[str, StoredExtent]]:
+        """Returns the stage's tensors on the store, by name."""
+        named = [(name, getattr(self, name)) for name in TENSORS]
+        return [(name, extent) for name, extent in named if extent is not None]
+
+    @property
+    def summed_pieces(self) -> list[StoredExtent]:
+        """Returns its pieces of the checkpoint's files, as far as their checksums are known."""
+        together = zip(self.pieces, self.piece_sums, strict=False)
+        return [StoredExtent(offset=piece.offset, size=piece.size, sum=total) for piece, total in together]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Holds what the best weights and early stopping go by: the loss of the first set of rows that a run evaluates."""
+
+    step: int  # whole steps before the last evaluation
+    best: float | None  # the lowest loss; None: none was finite
+    best_step: int
+    worse: int  # evaluations since one that was better, by more than `min_delta`
+    bar: float | None = None  # the loss of that one; None: `best`
+    set_name: str = ""  # of the set; empty: not known
+    set_digest: str = ""  # of its rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Untouched:
+    """Names the tensors of the checkpoint that a run leaves alone: of parts that do not run on text, and buffers."""
+
+    names: tuple[Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)], ...]
+    mark: str  # of them (`checkpoint/reader.weights_mark`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Holds a key of the recipe with which a run went on at another value than before."""
+
+    step: int  # whole steps before it
+    key: Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)]
+    before: Any  # as JSON has it
+    now: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Names what a store holds, and what a run needs to resume from it."""
+
+    run: str  # the run's name in the part files of its folders
+    files: tuple[str, ...]  # absolute paths of the store's files, in the order of the stripe
+    parts: tuple[str, ...]  # paths of the part files beside them
+    companions: tuple[str, ...]  # paths of the run's other files; `fuyou clean` may remove files of all three
+    stripe: Annotated[int, Field(ge=ALIGN, multiple_of=ALIGN)]
+    store_size: int
+    state: State
+    step: int  # finished steps: the generation of every stage, and the number of losses
+    written_total: int
+    model_dir: str
+    architecture: str
+    compute_dtype: Literal["float32", "bfloat16"]
+    numerics: Numerics
+    fingerprints: dict[str, str]  # digests of what a resumed run must agree on
+    libraries: dict[str, str]  # versions of the libraries that computed it (state/resume.py)
+    random: dict[str, Any]  # states of random generators (state/saver.py)
+    stages: tuple[StoredStage, ...]
+    skipped: int = 0  # steps that updated nothing (train.skip_nonfinite)
+    skipped_in_row: int = 0  # of these, the last ones
+    evaluated: Evaluated | None = None  # None: never
+    evaluated_before: Annotated[
+        tuple[Evaluated, ...], Field(max_length=MOST_SETS)
+    ] = ()  # of other sets, for when they are back
+    state_dtype: StateDtype = "float32"  # of momentum and variance
+    rule: Rule = "adamw"
+    quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
+    sources: tuple[SourceFile, ...] = ()  # files of the checkpoint that frozen parameters are read from
+    untouched: Untouched | None = None  # None: a model of text alone
+    peak_after_warmup: bool = False  # the rule of its learning rates (training/length)
+    settings: dict[str, Any] | None = None  # keys of the recipe it goes by (state/resume.py); None: not recorded
+    changes: Annotated[tuple[Change, ...], Field(max_length=MOST_CHANGES)] = ()  # of these, in order
+
+    @property
+    def knows_pieces(self) -> bool:
+        """Tells whether it has the checksum of everything that is read from the checkpoint's files."""
+        return all(len(stage.piece_sums) == len(stage.pieces) for stage in self.stages)
+
+    @property
+    def layout(self) -> StateLayout:
+        """Returns the layout of every stage's states."""
+        return StateLayout(weights=self.compute_dtype, dtype=self.state_dtype, rule=self.rule)
+
 
 NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
 DAMAGED = "manifest.damaged.json"  # was the newest, until the run fell back to an older one
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
 VERSION = 8
-_DIVISION = ("padding", "width_step", "document_step", "router_aux_loss")  # numerics that some of this version do not name
 _UPGRADED = (5, 6, 7)  # versions before; in the first, every parameter of a stage was trained
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
@@ -50,30 +210,23 @@ class DamagedManifest(UsageError):
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
+def write(directory: Path, manifest: Manifest, *, keep: bool = False, amends: bool = False) -> None:
     """Replaces the manifest in one step and returns when it is on stable storage. `keep`: the old one is kept as the one
-    before."""
+    before. `amends`: it says more of the same state, so older ones stay. Raises FuyouError for a manifest that `read` would
+    refuse: the run can still resume from the state before."""
     path, text = directory / NAME, _text(manifest)
-    _refuse_unreadable(path, text)
+    if len(text) > LARGEST or has_too_many_values(text):
+        raise FuyouError(
+            f"{path} would have {len(text):,} bytes, which is more than fuyou can read back: nothing is committed",
+            hint="the model has more tensors than the state of a run can name",
+        )
     try:
         write_own(directory / _NEW, [text.encode()])
         if keep:
             _set_aside(path, directory)
-        else:
+        elif not amends:
             for name in (BEFORE, DAMAGED):
                 (directory / name).unlink(missing_ok=True)
-        (directory / _NEW).replace(path)
-        sync_directory(directory)
-    except OSError as error:
-        raise failed_writing(path, error) from error
-
-
-def amend(directory: Path, manifest: Manifest) -> None:
-    """Replaces the newest manifest by one of the same state that says more of its run. Older ones stay."""
-    path, text = directory / NAME, _text(manifest)
-    _refuse_unreadable(path, text)
-    try:
-        write_own(directory / _NEW, [text.encode()])
         (directory / _NEW).replace(path)
         sync_directory(directory)
     except OSError as error:
@@ -89,15 +242,6 @@ def _text(manifest: Manifest) -> str:
 
 def _digest(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
-
-
-def _refuse_unreadable(path: Path, text: str) -> None:
-    """Raises FuyouError for a manifest that `read` would refuse. The run can still resume from the state before."""
-    if len(text) > LARGEST or has_too_many_values(text):
-        raise FuyouError(
-            f"{path} would have {len(text):,} bytes, which is more than fuyou can read back: nothing is committed",
-            hint="the model has more tensors than the state of a run can name",
-        )
 
 
 def _set_aside(path: Path, directory: Path) -> None:
@@ -212,51 +356,33 @@ def _parsed(path: Path, text: str) -> Manifest:
     body, _, _ = text.rpartition(_DIGEST)
     is_sealed = content.pop("digest", None) == _digest(body)
     if is_sealed and version in _UPGRADED:
-        version = _upgraded(path, content)
-    if type(version) is not int or version != VERSION:
+        _upgrade(path, content)
+    elif type(version) is not int or version != VERSION:
         kind = UsageError if is_sealed else DamagedManifest
         raise kind(f"{path} is not a manifest of version {VERSION}", hint="another version of fuyou wrote it")
     if not is_sealed:
         raise DamagedManifest(f"{path} is damaged: its digest does not match its content", hint=_START_OVER)
-    content.setdefault("untouched", None)  # nor these parts
-    content.setdefault("evaluated_before", [])
-    content.setdefault("peak_after_warmup", False)
-    content.setdefault("settings", None)
-    content.setdefault("changes", [])
-    if isinstance(numerics := content.get("numerics"), dict):  # those of before there was a choice
-        content["numerics"] = {**{key: _usual(Numerics)[key] for key in _DIVISION}, **numerics}
-    if isinstance(evaluated := content.get("evaluated"), dict):  # some of this version do not name the set
-        content["evaluated"] = {**_usual(Evaluated), **evaluated}
     try:
-        return from_json(Manifest, content)
+        return from_json(Manifest, content, defaults=True)  # some of this version too do not name keys that came later
     except UsageError as error:
         raise DamagedManifest(f"{path} is damaged: {error.message}", hint=_START_OVER) from None
 
 
-def _upgraded(path: Path, content: dict[str, Any]) -> int:
-    """Adds what a version before did not say; returns the version it is of then. Raises UsageError for a store that is kept in
-    another way than two extents of everything."""
+def _upgrade(path: Path, content: dict[str, Any]) -> None:
+    """Has a manifest of a version before say what this one does. Raises UsageError for a store that is kept in another way than
+    two extents of everything, or that an optimizer made which is gone."""
     mode, states, stages = content.pop("mode", "in_place"), content.pop("keep", 1), content.get("stages")
+    refusal = ""
     if (mode, states) != ("in_place", 1):
         name = "redo" if mode == "redo" else f"snapshot with the last {states} states"
-        raise UsageError(
-            f"{path} is of a store of checkpoint.mode {name}, which this version of fuyou does not read",
-            hint="finish or export the run with the version that made it, or start over with checkpoint.resume=never",
-        )
-    if content.get("rule") == "sgd":
-        raise UsageError(
-            f"{path} is of a run of optimizer.name sgd, which this version of fuyou does not have",
-            hint="finish or export the run with the version that made it, or start over with checkpoint.resume=never",
-        )
+        refusal = f"a store of checkpoint.mode {name}, which this version of fuyou does not read"
+    elif content.get("rule") == "sgd":
+        refusal = "a run of optimizer.name sgd, which this version of fuyou does not have"
+    if refusal:
+        hint = "finish or export the run with the version that made it, or start over with checkpoint.resume=never"
+        raise UsageError(f"{path} is of {refusal}", hint=hint)
     content.pop("due", None)
     for stage in stages if isinstance(stages, list) else ():
         if isinstance(stage, dict) and "params" in stage:
             stage.pop("gradients", None)
-            stage |= {"trained": stage["params"], "frozen": None, **_usual(StoredStage), **stage}
-    content |= {**_usual(Manifest), **content}
-    return VERSION
-
-
-def _usual(kind: type[Any]) -> dict[str, Any]:
-    """Returns the values of the keys that came later."""
-    return {item.name: item.default for item in fields(kind) if item.default is not MISSING}
+            stage |= {"trained": stage["params"], "frozen": None, **stage}

@@ -1,60 +1,106 @@
 """Finds the saved run that a recipe resumes, and checks that it fits the recipe, or that the folders are free. Writes nothing.
 
 The manifest is in the first folder only. Folders may be named in another order or not be mounted, so the part file in each says
-what it is part of (`parts`).
+what it is part of (`store_folders`). A run agrees with its recipe by digests, one per subject, and the recipe's keys as they
+were tell which of them changed, from what to what, and which may.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
+import hashlib
+import json
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.files import name_list
-from ...core.disk import file_size, status_of, unreadable
+from ... import __version__
+from ...checkpoint.files import name_list, own_code, read_json
+from ...core.disk import file_size, status_of
 from ...core.errors import FuyouError, UnreadableError, UsageError
-from ...core.paths import folder, is_same_folder
+from ...core.json_files import one_line
+from ...core.paths import folder
+from ...recipe.diagnostics import spelt
+from ...recipe.load import as_override
+from ...recipe.rules import REMOVED_KEYS
+from ...spec.model import ModelSpec
+from ...spec.plan import Plan, Span
 from . import manifest as manifests
-from .parts import PART_FILE, STORE_FILE, lacking, read_part
-from .places import check_mounted
-from .recipe_changes import changed_keys, in_words, is_rate, may_change, of_fingerprint, put_back, recorded, why_kept
-from .source_checks import changed_files
-from .stored import Change, Manifest
+from .at_rest import changed_files
+from .manifest import TENSORS, Change, Manifest
+from .store_folders import PART_FILE, STORE_FILE, check_mounted, missing_file, read_part, refuse_copy, refuse_in_use
 
 if TYPE_CHECKING:
     from ...recipe.schema import Recipe
 
 Say = Callable[[str], None]
 
-# What each fingerprint covers, in a recipe's words. A missing name stands for itself.
-_CHANGED = {
-    "model": "the model's configuration (model.name_or_path)",
-    "weights": "the weights it began with (model.name_or_path, model.revision)",
-    "code": "the model's own code (*.py in model.name_or_path)",
-    "attention": "model.attn_implementation",
-    "schedule": "the learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)",
-    "clipping": "train.clip_grad_norm",
-    "shuffle": "dataset.shuffle",
-    "mixture": "the weights in dataset.train",
-    "deterministic": "train.deterministic",
-    "compile": "train.compile",
-    "kernels": "model.kernels",
-    "frozen": "which parameters are trained (freeze)",
-    "adapter": "the adapter (adapter)",
-    "data": "the tokens of the data (dataset, tokenizer)",
-    "device": "the kind of device (offload.device; for auto: whether there is a GPU)",
+# Keys that say nothing of a run's steps: where things are, and how fast they go. A run may change them without a word.
+_OF_A_PLACE = ("version", "output_dir", "offload", "checkpoint.resume", "dataset.cache_dir", "dataset.num_workers")
+# Keys that a run may go on with at another value; what is under the first of them changes its steps, so it has to be accepted.
+RATES = ("optimizer.lr", "lr_scheduler", "train.max_steps", "train.epochs")
+_FREE = (
+    "train.max_time",
+    "train.skip_nonfinite",
+    "train.early_stopping",
+    "eval",
+    "dataset.eval",
+    "checkpoint",
+    "export",
+    "logging",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What one fingerprint covers. `by_content`: other keys than before may name the same."""
+
+    words: str  # in a recipe's
+    keys: tuple[str, ...] = ()  # that it is of
+    why: str = ""  # a run keeps it
+    by_content: bool = False
+
+
+_BITS = "it decides the bits of every step"
+_ROWS = "the rows that are left depend on it"
+_ORIGIN = ("model.name_or_path", "model.revision")
+_SUBJECTS = {
+    "optimizer": _Subject("optimizer", ("optimizer",), "momentum and variance were made with it"),
+    "schedule": _Subject("the learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)", RATES[1:]),
+    "clipping": _Subject("train.clip_grad_norm", ("train.clip_grad_norm",), "all of a run's gradients are clipped alike"),
+    "attention": _Subject("model.attn_implementation", ("model.attn_implementation",), _BITS),
+    "kernels": _Subject("model.kernels", ("model.kernels",), _BITS),
+    "compile": _Subject("train.compile", ("train.compile",), _BITS),
+    "deterministic": _Subject("train.deterministic", ("train.deterministic",), _BITS),
+    "shuffle": _Subject("dataset.shuffle", ("dataset.shuffle",), _ROWS),
+    "mixture": _Subject("the weights in dataset.train", ("dataset.train",), _ROWS, by_content=True),
+    "frozen": _Subject("which parameters are trained (freeze)", ("freeze",), "only what is trained has states"),
+    "adapter": _Subject("the adapter (adapter)", ("adapter",), "what is saved has its shapes and scale"),
+    "data": _Subject("the tokens of the data (dataset, tokenizer)", ("dataset", "tokenizer"), by_content=True),
+    "device": _Subject(
+        "the kind of device (offload.device; for auto: whether there is a GPU)", ("offload.device",), _BITS, by_content=True
+    ),
+    "model": _Subject(
+        "the model's configuration (model.name_or_path)", _ORIGIN, "what is saved was trained from it", by_content=True
+    ),
+    "weights": _Subject(
+        "the weights it began with (model.name_or_path, model.revision)",
+        _ORIGIN,
+        "what is saved was trained from it",
+        by_content=True,
+    ),
+    "code": _Subject("the model's own code (*.py in model.name_or_path)", why="what is saved was trained with it"),
 }
 _UNRECORDED = ("optimizer", "schedule", "clipping", "shuffle", "attention")  # of keys whose old values a store may not tell
+_MOST = 8  # keys that a message names
 _OTHER_DATA = (
     "a run goes on only with the data it began with: put that back. With other data start over: checkpoint.resume=never gives "
     "the saved state up, so run `fuyou export STORE OUT{}` first to begin with its weights (model.name_or_path=OUT)"
 )
 REFUSED = "A run would be refused"  # in the notes of a plan; the screen looks for it to say so at the top
-_DYING = 1.0  # seconds that a killed process may need to end
 
 
 def saved_state(
@@ -115,56 +161,6 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifes
     return found
 
 
-def refuse_copy(manifest: Manifest, source: Path) -> None:
-    """Raises UsageError if the manifest in `source` belongs to a store elsewhere: `source` is a copy of it, or was moved."""
-    home = Path(manifest.files[0]).parent
-    if is_same_folder(home, source):
-        return
-    if file_size(manifest.files[0]) is not None:
-        raise UsageError(
-            f"{source} is a copy of the store in {home}: its manifest names the files there",
-            hint=f"name {home}; a copy can be used only if it is moved there",
-        )
-    raise UsageError(
-        f"{source} holds a run that was saved after step {manifest.step} in {home} and moved since",
-        hint="move it back, or mount it at that path too (mount --bind), and name its folders as before; a run that starts "
-        "over (checkpoint.resume=never) gives the saved state up",
-    )
-
-
-def refuse_in_use(manifest: Manifest) -> None:
-    """Raises FuyouError while a running fuyou uses the store. Waits for the kernel to end the I/O of a killed one (about 40
-    ms)."""
-    until = time.monotonic() + _DYING
-    while name := _in_use(manifest):
-        if time.monotonic() >= until:
-            raise FuyouError(f"{name} is in use by a running fuyou", hint="stop that run first (Ctrl-C saves it)")
-        time.sleep(_DYING / 20)
-
-
-def _in_use(manifest: Manifest) -> str:
-    """Returns the name of a file of the store that a process has locked, or an empty string. Raises UnreadableError where that
-    cannot be found out."""
-    for name in manifest.files:
-        if file_size(name) is None:
-            continue
-        try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP):  # the store refuses a link by name
-                continue
-            raise unreadable(name, error) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return name
-        except OSError as error:
-            raise unreadable(name, error, verb="locked") from None
-        finally:
-            os.close(descriptor)
-    return ""
-
-
 def _kept(what: str, remedy: str) -> UsageError:
     """Makes the error for a saved run that is in the way. Whatever the remedy, the user can give the run up."""
     return UsageError(what, hint=f"{remedy}, or start over with checkpoint.resume=never, which gives the saved state up")
@@ -193,7 +189,7 @@ def _check_moved(directory: Path) -> None:
 
 def _check_parts(saved: Manifest) -> None:
     """Checks that every file that the manifest names exists, is as long as it was, and belongs to this run."""
-    if missing := lacking(saved):
+    if missing := missing_file(saved):
         raise _kept(f"the saved run cannot be resumed: {missing}", "mount its drive or put the file back")
     for index, path in enumerate(map(Path, saved.files)):
         part, place = read_part(path.parent), path.parent / PART_FILE
@@ -267,18 +263,37 @@ def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> 
         raise _kept(what, "name the same folders in offload.dir, in the same order")
 
 
+def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
+    """Raises UsageError where a manifest has other stages than the model, or elsewhere than the plan; the store is not opened
+    before, which may make it longer."""
+    wanted = [(stage.name, stage.params, stage.trained, stage.quantised, stage.source) for stage in model.stages]
+    if [(stage.name, stage.params, stage.trained, stage.quantised, stage.pieces) for stage in saved.stages] != wanted:
+        place = Path(saved.files[0]).with_name(manifests.NAME)
+        raise UsageError(
+            f"{place}: its {len(saved.stages)} stages do not match the {len(wanted)} of this model in number or size",
+            hint="name the model that the run was started with, or start over with checkpoint.resume=never",
+        )
+    for stage_plan, stage in zip(plan.stages, saved.stages, strict=True):
+        places = {name: stage_plan.extent(name, stage.turn) for name in TENSORS}
+        if any(places[name] != Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
+            raise UsageError(
+                f"the saved {stage.name} is not where this version of fuyou would put it",
+                hint="another version made the store: start over with checkpoint.resume=never",
+            )
+
+
 def check_unchanged_run(
     saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int, settings: Mapping[str, Any] | None = None,
     accepted: bool = False,
 ) -> tuple[Change, ...]:  # fmt: skip
-    """Returns the changes of the recipe that the run goes on with. `settings`: its keys now; `accepted`: a rate, schedule or
-    length may be another. Raises UsageError that names every other one, with its old and new value."""
+    """Returns the changes of the recipe that the run goes on with and remembers. `settings`: its keys now; `accepted`: a rate,
+    schedule or length may be another. Raises UsageError that names every other one, with its old and new value."""
     changes = changed_keys(saved.settings, settings, step=saved.step)
     names = dict.fromkeys((*fingerprints, *saved.fingerprints))
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if "frozen" in changed and "model" in changed:
         changed.remove("model")  # its stages are laid out by what is frozen
-    may = [name for name in changed if may_change(name, of_fingerprint(name, changes))]
+    may = [name for name in changed if name == "schedule" or ((of := _of_subject(name, changes)) and all(map(is_rate, of)))]
     refused = [name for name in changed if not accepted or name not in may]
     if any(name not in may for name in refused):
         raise _changed(saved, refused, may, changes)
@@ -289,32 +304,173 @@ def check_unchanged_run(
         )
     if refused:
         raise _changed(saved, refused, may, changes)
-    unknown = [Change(step=saved.step, key=_CHANGED[name], before=None, now=None) for name in changed if saved.settings is None]
-    return (*unknown, *recorded(changes))
+    unknown = changed if saved.settings is None else []
+    return (
+        *(Change(step=saved.step, key=_in_words_of(name), before=None, now=None) for name in unknown),
+        *(change for change in changes if _is_below(change.key, (*RATES, *_FREE))),
+    )
+
+
+def _in_words_of(name: str) -> str:
+    return _SUBJECTS[name].words if name in _SUBJECTS else name
 
 
 def _changed(saved: Manifest, names: Sequence[str], may: Sequence[str], changes: Sequence[Change]) -> UsageError:
     """Makes the error for a recipe that is another one in what fingerprints of these names are of; `may`: those that a run may
     go on with."""
-    told = f"the saved run cannot be resumed, because {' and '.join(_CHANGED.get(name, name) for name in names)} changed since "
-    told += "it was saved"
-    of_these = list({one.key: one for name in names for one in of_fingerprint(name, changes)}.values())
+    what = f"the saved run cannot be resumed, because {' and '.join(map(_in_words_of, names))} changed since it was saved"
+    of_these = list({change.key: change for name in names for change in _of_subject(name, changes)}.values())
     if of_these:
-        told += f": {in_words(of_these)}"
+        what += f": {in_words(of_these)}"
     elif saved.settings is None and any(name in _UNRECORDED for name in names):
-        told += " (by a version of fuyou that did not record what the recipe said)"
+        what += " (by a version of fuyou that did not record what the recipe said)"
     if "weights" in names and (files := changed_files(saved)):
-        told += f": {name_list(files)}"
+        what += f": {name_list(files)}"
     if "data" in names:
-        return UsageError(told, hint=_OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else ""))
+        return UsageError(what, hint=_OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else ""))
     kept = [name for name in names if name not in may]
     ways = ["add --accept-changes to go on with it"] if not kept else []
-    rates = [one.key for one in of_these if is_rate(one)] if kept else []
-    if kept and (why := why_kept(kept)):
-        told += f"; {why}"
-    of_these = [one for one in of_these if one.key not in rates]
+    rates = [change.key for change in of_these if is_rate(change)] if kept else []
+    if whys := dict.fromkeys(_SUBJECTS[name].why for name in kept if name in _SUBJECTS and _SUBJECTS[name].why):
+        what += f"; {'; '.join(whys)}"
+    of_these = [change for change in of_these if change.key not in rates]
     ways.append(f"put it back: {put_back(of_these)}" if of_these else "put back what changed")
     ways[-1] += f" (--accept-changes goes on with {' and '.join(rates)})" if rates else ""
     if kept and saved.settings is None and "optimizer" in kept:
         ways.append("run it once with its old recipe, which is recorded then, and with --accept-changes for another rate")
-    return _kept(told, ", or ".join(ways))
+    return _kept(what, ", or ".join(ways))
+
+
+# ---- digests of what a resumed run must agree on ----------------------------------------------------------------------
+
+
+def fingerprints_of(
+    recipe: Recipe, model_dir: Path, model: ModelSpec, *, device: str, weights_mark: str, data: str, total_steps: int
+) -> dict[str, str]:
+    """Returns digests by name; `_SUBJECTS` has words for each. `weights_mark` and `data` are digests already."""
+    config = read_json(model_dir / "config.json")  # the raw file, because libraries add their defaults
+    described: dict[str, Any] = {
+        "model": [
+            _shapes(recipe, model),
+            {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"},
+        ],
+        "attention": recipe.model.attn_implementation,
+        "optimizer": {**recipe.optimizer.model_dump(mode="json"), "momentum": 0.9},  # a key of earlier builds: digests stay
+        "schedule": [recipe.lr_scheduler.model_dump(mode="json"), _schedule_length(recipe, total_steps)],
+        "clipping": recipe.train.clip_grad_norm,
+        "shuffle": recipe.dataset.shuffle,
+        "device": device,
+    }
+    if recipe.train.deterministic and device != "cpu":
+        described["deterministic"] = True
+    if recipe.train.compile:
+        described["compile"] = True
+    if recipe.dataset.weights:
+        described["mixture"] = recipe.dataset.weights
+    if recipe.adapter is not None:
+        described["adapter"] = recipe.adapter.model_dump(mode="json")
+    elif frozen := sorted({tensor.name for stage in model.stages for tensor in stage.tensors if tensor.frozen}):
+        described["frozen"] = frozen
+    if recipe.model.trust_remote_code and "auto_map" in config:
+        described["code"] = own_code(model_dir)
+    digests = {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
+    }
+    return {**digests, "weights": weights_mark, "data": data}
+
+
+def _shapes(recipe: Recipe, model: ModelSpec) -> list[Any]:
+    """Returns what a configuration's digest says of the stages. An adapter changes names and sizes, and has its own digest."""
+    if recipe.adapter is not None:
+        return [stage.name for stage in model.stages]
+    return [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages]
+
+
+def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
+    """Returns the number of steps if a step's learning rate depends on it. A run with a constant rate may be made longer."""
+    schedule = recipe.lr_scheduler
+    return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
+
+
+def library_versions(recipe: Recipe) -> dict[str, str]:
+    """Returns the versions of the libraries that compute a run's steps, by name."""
+    names = ("torch", "transformers") if recipe.adapter is None else ("torch", "transformers", "peft")
+    return {"fuyou": __version__, **{name: _installed(name) for name in names}}
+
+
+@cache  # every commit asks, and finding it takes 10 ms
+def _installed(name: str) -> str:
+    from importlib.metadata import version
+
+    return version(name)
+
+
+def change_of_libraries(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Says which versions differ from those in a manifest, and what that means. Empty if none differ."""
+    changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    if not changed:
+        return ""
+    return f"{'; '.join(changed)}: results from here on may differ in their last bits from those of an uninterrupted run"
+
+
+# ---- changes of a recipe ----------------------------------------------------------------------------------------------
+
+
+def settings_of(recipe: Recipe, *, device: str) -> dict[str, Any]:
+    """Returns the keys of a recipe that a run goes by, each with its value as JSON has it. `device`: what `auto` stands for."""
+    kept = {key: value for key, value in recipe.settings().items() if not _is_below(key, _OF_A_PLACE)}
+    return {**kept, "offload.device": device}
+
+
+def changed_keys(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, *, step: int) -> list[Change]:
+    """Returns every key whose value is another one than `before`; none if what was is not known."""
+    if before is None or now is None:
+        return []
+    old = dict(_apart({key: value for key, value in before.items() if key not in REMOVED_KEYS}))
+    new = dict(_apart(now))
+    names = dict.fromkeys((*new, *old))
+    pairs = [(name, old.get(name), new.get(name)) for name in names]
+    return [Change(step=step, key=name, before=was, now=is_now) for name, was, is_now in pairs if was != is_now]
+
+
+def _apart(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the keys of each section of a list as keys of their own: dataset.train[0].path."""
+    for key, value in settings.items():
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+            for number, one in enumerate(value):
+                yield from _apart({f"{key}[{number}].{name}": inner for name, inner in one.items()})
+        else:
+            yield key, value
+
+
+def _of_subject(name: str, changes: Sequence[Change]) -> list[Change]:
+    """Returns the changes of keys that a fingerprint of this name is of, but for those that change no step."""
+    keys = _SUBJECTS[name].keys if name in _SUBJECTS else ()
+    return [change for change in changes if _is_below(change.key, keys) and not _is_below(change.key, _FREE)]
+
+
+def is_rate(change: Change) -> bool:
+    """Tells whether a run goes on with another value of a key where that is accepted."""
+    return _is_below(change.key, RATES)
+
+
+def refused_later(changes: Sequence[Change], told: Sequence[str]) -> list[Change]:
+    """Returns the changes, beside the keys that are `told` already, that would be refused once the data is read."""
+    names = [name for name, subject in _SUBJECTS.items() if not subject.by_content]
+    refused = {change.key: change for name in names for change in _of_subject(name, changes)}
+    return [change for key, change in refused.items() if key not in told]
+
+
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in names)
+
+
+def in_words(changes: Sequence[Change]) -> str:
+    """Says what each key was and is."""
+    words = [f"{one_line(change.key)} was {spelt(change.before)}, is {spelt(change.now)}" for change in changes[:_MOST]]
+    return "; ".join([*words, *([f"and {len(changes) - _MOST} keys more"] if len(changes) > _MOST else [])])
+
+
+def put_back(changes: Sequence[Change]) -> str:
+    """Returns what to write for a recipe to say again what it said."""
+    return " ".join(as_override(change.key, change.before) for change in changes[:_MOST])

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from ...core.disk import REMEDIES
-from ...core.errors import DamagedStateError, OutOfSpaceError, UnreadableError
+from ...core.errors import DamagedStateError, OutOfSpaceError, UnreadableError, UsageError
 from ...core.paths import open_own
 from ...core.process import SILENT, Patience
 from ...core.units import align_up
@@ -23,17 +29,86 @@ from ...engine.host_memory import PAGE
 from ...planner.ledgers import Residency
 from ...spec.plan import Span
 from ...swap.store import Store
-from .. import losses as loss_files
 from ..prepare import Ready
-from . import fingerprints, random_states
 from . import manifest as manifests
-from .commit_thread import Commits
-from .extent_checks import Damage, Progress, damages
+from .at_rest import Damage, ExtentSums, Progress, compare
 from .kept_companions import written_companions
-from .parts import NEW_PART, PART_FILE, SPARE
-from .source_checks import compare
+from .manifest import MOST_CHANGES, Change, Evaluated, Manifest, State
+from .resume import library_versions
 from .storage import StageFiles
-from .stored import MOST_CHANGES, Change, Evaluated, Manifest, State
+from .store_folders import LOSSES, NEW_PART, PART_FILE, SPARE, read_losses, write_losses
+
+# ---- commits ----------------------------------------------------------------------------------------------------------
+
+_SLICE = 0.2  # seconds; a wait returns to Python this often, so that Ctrl-C works
+
+
+class Commits:
+    """Commits manifests in order. `flush` returns when the data is on stable storage, `name` when a manifest is."""
+
+    def __init__(
+        self,
+        *,
+        flush: Callable[[], None],
+        name: Callable[[Manifest], None],
+        durable: Manifest | None = None,
+        patience: Patience = SILENT,
+    ) -> None:
+        self._flush, self._name, self._patience = flush, name, patience
+        # `last` is committed. The thread sets it, so even a signal handler may read it. `newest` is committed or being
+        # committed.
+        self.last = self.newest = durable
+        self.has_failed = False  # and the failure was raised
+        self._failure: BaseException | None = None  # after it nothing is flushed or named
+        self._under_way: Future[None] | None = None  # the last commit begun; the others end before it
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fuyou-commit")
+
+    def restart(self, durable: Manifest) -> None:
+        """Resumes from this state. No commit may be under way."""
+        assert self._under_way is None
+        self.last = self.newest = durable
+
+    def begin(self, manifest: Manifest) -> None:
+        """Begins to commit. The data that the manifest names is written, and must stay as it is until the commit is durable."""
+        self._raise_failure()
+        self.newest = manifest
+        self._under_way = self._thread.submit(self._commit, manifest)
+
+    def durable(self) -> Manifest | None:
+        """Returns the newest committed state, without waiting. Raises the failure of a commit at every call."""
+        self._raise_failure()
+        return self.last
+
+    def finish(self) -> None:
+        """Waits until every commit that was begun is durable."""
+        waiting = self._patience.waiting(f"the commit of step {self.newest.step if self.newest is not None else 0}")
+        while self._under_way is not None and not self._under_way.done():
+            wait_for([self._under_way], timeout=_SLICE)
+            waiting.look()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Waits until the thread has ended. A commit that has not begun never will."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _commit(self, manifest: Manifest) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._flush()
+            self._name(manifest)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self.last = manifest
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self.has_failed = True
+            raise self._failure
+
+
+# ---- the state of a run -----------------------------------------------------------------------------------------------
 
 _SPARE_BYTES = 4 << 20  # disk reserved for the last manifest and its losses
 _SPARE_PER_STEP = 8  # bytes of one loss
@@ -96,7 +171,6 @@ class Saver:
         self.device, self.say = device, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
-        self._untouched = ready.untouched
         self.saved_bytes = 0  # bytes that saving wrote, beside the steps
         self._complete = -1  # the newest generation that every stage has reached
         self.commits = Commits(flush=store.sync, name=self._name, durable=ready.planned.manifest, patience=patience)
@@ -116,7 +190,7 @@ class Saver:
 
     def step_is_over(self) -> None:
         """Notes that a step is over; `standing` counts it."""
-        self.standing.random = random_states.capture(self.device.torch_device)
+        self.standing.random = captured_generators(self.device.torch_device)
         self._commit_what_is_complete()
 
     def _commit_what_is_complete(self) -> None:
@@ -146,9 +220,9 @@ class Saver:
     def begin_training(self) -> None:
         """Commits the loaded state. From here on, a killed run resumes from its store, and the files that it reads in place."""
         # First, so that it is saved if a later call fails.
-        self.standing.random = random_states.capture(self.device.torch_device)
+        self.standing.random = captured_generators(self.device.torch_device)
         self._reserve_disk()
-        loss_files.write(self.folder, (), first=self.standing.step)  # fails now, before any step is computed
+        write_losses(self.folder, (), first=self.standing.step)  # fails now, before any step is computed
         if self.commits.newest is None:
             self.complete(self.standing.step)
 
@@ -174,27 +248,27 @@ class Saver:
         if found != saved or manifests.newest(self.folder)[1]:  # the next commit would keep the damaged manifest
             manifests.go_back(self.folder, found)
         saved = found
-        self._compare_files(saved, progress)
+        # of the checkpoint's files, what the run had read of those with another time of change
+        compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
         self.files.restore(saved, self.residency.records)
         self.standing.resume(saved)
-        self.standing.losses, note = loss_files.read(self.folder, saved.step)
+        self.standing.losses, note = read_losses(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
         self.commits.restart(self._as_it_goes_on(saved))
         self.residency.commits.base = saved.step
-        random_states.restore(saved.random, self.device.torch_device)
+        restore_generators(saved.random, self.device.torch_device)
 
     def _as_it_goes_on(self, saved: Manifest) -> Manifest:
         """Records at once what the recipe says now, so that the next run need not be told of its changes again."""
         ready, standing = self.ready, self.standing
-        known = (
-            ready.planned.manifest.changes if ready.planned.manifest is not None else ()
-        )  # newer than those of an older state
+        # those of the newest state, which may be newer than `saved`
+        known = ready.planned.manifest.changes if ready.planned.manifest is not None else ()
         changes = [replace(change, step=min(change.step, saved.step)) for change in (*known, *ready.changes)]
         standing.changes = tuple(changes[-MOST_CHANGES:])
         named = replace(saved, settings=ready.settings, fingerprints=ready.fingerprints, changes=standing.changes)
         if named != saved:
-            manifests.amend(self.folder, named)
+            manifests.write(self.folder, named, amends=True)
         return named
 
     def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
@@ -219,20 +293,15 @@ class Saver:
             hint="put a copy of the folder back, or start over with checkpoint.resume=never",
         )
 
-    def _compare_files(self, saved: Manifest, progress: Progress) -> None:
-        """Compares the checkpoint's files with what the run had read of them, where their time of change is another."""
-        daemon, arena = self.files.daemon, self.files.memory.arena
-        compare(saved, self.files.model.sources, daemon, arena, self._window(), progress=progress, say=self.say)
-
     def _first_damage(self, saved: Manifest, progress: Progress = lambda size: None) -> Damage | None:
-        return next(damages(saved, self.files.daemon, self.files.memory.arena, self._window(), progress=progress), None)
+        return next(self._extent_sums(progress).damages(saved), None)
 
-    def _window(self) -> Span:
-        """Returns the larger part of the arena beside the daemon's scratch. It is unused before a state is restored."""
-        scratch, size = self.files.plan.io.scratch, self.files.memory.arena.size
+    def _extent_sums(self, progress: Progress) -> ExtentSums:
+        """Sums through the larger part of the arena beside the daemon's scratch. It is unused before a state is restored."""
+        scratch, arena = self.files.plan.io.scratch, self.files.memory.arena
         behind = align_up(scratch.offset + scratch.size, PAGE)
-        parts = (Span(offset=0, size=scratch.offset), Span(offset=behind, size=max(0, size - behind)))
-        return max(parts, key=lambda part: part.size)
+        parts = (Span(offset=0, size=scratch.offset), Span(offset=behind, size=max(0, arena.size - behind)))
+        return ExtentSums(self.files.daemon, arena, max(parts, key=lambda part: part.size), progress)
 
     # ---- manifests -----------------------------------------------------------------------------------------------
 
@@ -245,7 +314,7 @@ class Saver:
     def _manifest(self, state: State) -> Manifest:
         """Makes the manifest of what the store holds after the last step. For `loading` it names no stage."""
         ready, standing, plan, model = self.ready, self.standing, self.files.plan, self.files.model
-        names = (SPARE, loss_files.NAME, *manifests.BESIDE)
+        names = (SPARE, LOSSES, *manifests.BESIDE)
         beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
         stages = self.files.describe(self.residency.records, ready.stored_as) if is_whole else ()
@@ -268,14 +337,14 @@ class Saver:
             sources=model.sources,
             numerics=plan.numerics,
             fingerprints=ready.fingerprints,
-            libraries=fingerprints.versions(ready.planned.recipe),
+            libraries=library_versions(ready.planned.recipe),
             random=standing.random,
             stages=stages,
             skipped=standing.skipped,
             skipped_in_row=standing.skipped_in_row,
             evaluated=standing.evaluated,
             evaluated_before=standing.evaluated_before,
-            untouched=self._untouched,
+            untouched=ready.untouched,
             peak_after_warmup=standing.peak_after_warmup,
             settings=ready.settings,
             changes=standing.changes,
@@ -297,5 +366,57 @@ class Saver:
         last = self.commits.last
         known = 0 if last is None else last.step
         # The manifest counts these losses.
-        loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)
+        write_losses(self.folder, self.standing.losses[known : manifest.step], first=known)
         manifests.write(self.folder, manifest, keep=last is not None)
+
+
+# ---- random generators ------------------------------------------------------------------------------------------------
+
+
+def seed_generators(number: int) -> None:
+    """Seeds all generators, including torch's on every device."""
+    random.seed(number)
+    np.random.seed(number % (1 << 32))
+    torch.manual_seed(number)
+
+
+def captured_generators(device: torch.device) -> dict[str, Any]:
+    """Returns the states of Python, NumPy and torch, and of the device if it has its own."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, _hex(torch.from_numpy(np.asarray(keys))), int(position), int(has_gauss), float(cached)],
+        "torch": _hex(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        found["device"] = _hex(torch.cuda.get_rng_state(device))
+    return found
+
+
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Restores captured states. A device without a captured state keeps its own. Raises UsageError if a generator refuses its
+    state."""
+    if not states:
+        return
+    try:
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((kind, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_bytes(states["torch"]))
+        if device.type == "cuda" and "device" in states:
+            torch.cuda.set_rng_state(_bytes(states["device"]), device)
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise UsageError(
+            f"the store's states of random generators cannot be restored: {error}",
+            hint="start over with checkpoint.resume=never",
+        ) from error
+
+
+def _hex(values: torch.Tensor) -> str:
+    return values.numpy().tobytes().hex()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -9,54 +9,143 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...checkpoint.header import TensorEntry
+from ...checkpoint.quantised_files import reads_parts
 from ...checkpoint.reader import TensorReader
-from ...core.disk import file_systems, store_files
-from ...core.errors import OutOfSpaceError, SwapError, UsageError
+from ...core.errors import SwapError, UsageError
 from ...engine.device_states import MODULUS, DeviceStates, Extents
 from ...engine.host_memory import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
 from ...engine.updates import Sums
 from ...planner.records import Record
-from ...spec.model import ITEM_SIZE, MOMENTS, ModelSpec, StageSpec
+from ...spec.model import ITEM_SIZE, MOMENTS, Dtype, ModelSpec, StageSpec
+from ...spec.packed_tensors import PackedTensor
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
-from ...swap.kernels import Workers, checksum
-from .first_weights import Added, FirstWeights
-from .manifest import NAME
-from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
+from ...swap.kernels import Workers, checksum, split, sum_squares
+from ..quantised_weights import DecodingReader, PackedReader, Read, quantise
+from .manifest import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
+from .resume import check_stages
+
+if TYPE_CHECKING:
+    from ..adapting import Added
+
+# ---- first weights ----------------------------------------------------------------------------------------------------
+
+_PIECE = 1 << 22  # elements of a checkpoint that are converted at once
 
 
-def check_space(paths: Sequence[Path], size: int) -> None:
-    """Raises OutOfSpaceError if the disks have no room for the store, before anything is written."""
-    for disk in file_systems(store_files(paths, size)):
-        if disk.problem:
-            raise OutOfSpaceError(
-                disk.problem, hint="free some space, or name another directory in offload.dir; several are striped"
-            )
+class FirstWeights:
+    """Reads the first weights of one stage after the other."""
 
+    def __init__(self, entries: Mapping[str, TensorEntry], reader: TensorReader, added: Added, *, dtype: Dtype) -> None:
+        self._entries, self._reader, self._added_to, self._dtype = entries, reader, added, dtype
+        self._decoding = DecodingReader(reader, dtype)
+        self._added: Mapping[str, torch.Tensor] = {}
+        self._packed: tuple[StageSpec, torch.Tensor] | None = None
 
-def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
-    """Raises UsageError where a manifest has other stages than the model, or elsewhere than the plan; the store is not opened
-    before, which may make it longer."""
-    wanted = [(stage.name, stage.params, stage.trained, stage.quantised, stage.source) for stage in model.stages]
-    if [(stage.name, stage.params, stage.trained, stage.quantised, stage.pieces) for stage in saved.stages] != wanted:
-        raise UsageError(
-            f"{Path(saved.files[0]).with_name(NAME)}: its {len(saved.stages)} stages do not match the {len(wanted)} of this "
-            "model in number or size",
-            hint="name the model that the run was started with, or start over with checkpoint.resume=never",
+    def begin(self, stage: StageSpec) -> bool:
+        """Makes `fill` ready for a stage. Tells whether its trained values fit the compute dtype without a remainder. What an
+        adapter begins with depends on the weights as they are computed with, so quantised ones come first."""
+        self._added = self._added_to([tensor.name for tensor in stage.tensors], self._computed)
+        trained = (tensor.name for tensor in stage.trained_tensors if tensor.name not in self._added)
+        return self._dtype == "float32" or all(_narrow(self._entries[name]) for name in trained)
+
+    def fill(self, stage: StageSpec, begin: int, weights: torch.Tensor, rest: torch.Tensor | None) -> None:
+        """Reads elements of the stage from `begin` on, as many as `weights` holds, with zeros between tensors. rest:
+        remainders of trained ones."""
+        end = begin + weights.numel()
+        weights.zero_()
+        if rest is not None:
+            rest.zero_()
+        for tensor in stage.tensors:
+            first, last = max(begin, tensor.offset), min(end, tensor.offset + tensor.numel)
+            if first >= last:
+                continue
+            here, skipped = slice(first - begin, last - begin), tensor.first + first - tensor.offset
+            if tensor.name in self._added:
+                weights[here] = self._added[tensor.name].view(-1)[skipped : skipped + last - first]
+            elif rest is None or tensor.frozen or self._entries[tensor.name].scales is not None:
+                self._read(self._entries[tensor.name], weights[here], first=skipped)
+            else:
+                self._read_split(self._entries[tensor.name], weights[here], rest[here], first=skipped)
+
+    def fill_quantised(self, stage: StageSpec, bank: torch.Tensor, *, workers: Workers) -> None:
+        """Reads the tensors of the stage that rest quantised into their `bank` (bytes), and quantises those that are not."""
+        firsts = {tensor.name: tensor.first for tensor in stage.tensors}
+
+        def parts(name: str, at: PackedTensor) -> Read | None:
+            """Returns what reads the parts of a tensor that the checkpoint has quantised; None for any other."""
+            entry = self._entries[name]
+            return None if entry.scales is None else reads_parts(entry, at, self._reader, first=firsts[name])
+
+        quantise(stage, bank, self._pieces, parts, dtype=self._dtype, workers=workers)
+        self._packed = stage, bank
+
+    def _computed(self, name: str) -> Iterator[torch.Tensor]:
+        """Yields the same pieces of what is computed with: of a tensor that rests quantised, the decoded values."""
+        stage, bank = self._packed or (None, None)
+        if stage is None or bank is None or stage.quantisation is None or name not in (packed := stage.packed()):
+            yield from self._pieces(name)
+            return
+        at, held = packed[name], bank.numpy().data
+        reader = PackedReader(
+            stage.quantisation, at, lambda part, begin, end: held[part[0] + begin : part[0] + end], self._dtype
         )
-    for stage_plan, stage in zip(plan.stages, saved.stages, strict=True):
-        places = {name: stage_plan.extent(name, stage.turn) for name in TENSORS}
-        if any(places[name] != Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
-            raise UsageError(
-                f"the saved {stage.name} is not where this version of fuyou would put it",
-                hint="another version made the store: start over with checkpoint.resume=never",
+        for begin in range(0, at.numel, _PIECE):
+            values = reader.elements(begin, min(_PIECE, at.numel - begin))
+            yield torch.frombuffer(values, dtype=TORCH_DTYPE[self._dtype])
+
+    def _pieces(self, name: str, most: int = _PIECE) -> Iterator[torch.Tensor]:
+        """Yields a tensor of the checkpoint in the compute dtype, as 1-D pieces of `most` elements from its beginning."""
+        entry = self._entries[name]
+        piece = torch.empty(min(most, entry.numel), dtype=TORCH_DTYPE[self._dtype])
+        for begin in range(0, entry.numel, most):
+            part = piece[: min(most, entry.numel - begin)]
+            self._read(entry, part, first=begin)
+            yield part
+
+    def _read(self, entry: TensorEntry, values: torch.Tensor, *, first: int) -> None:
+        """Reads elements from `first` on. Raises UsageError for NaN or Inf: otherwise they would look like a fault of the
+        learning rate later."""
+        self._decoding.read_into(entry, values, first=first)
+        nonfinite = sum_squares(values.view(torch.uint8).numpy().data, self._dtype)[1]
+        if nonfinite:
+            raise _damaged(entry, nonfinite, "not finite")
+
+    def _read_split(self, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor, *, first: int) -> None:
+        """Splits elements of a tensor wider than bfloat16, from `first` on, into weights and remainder, piece by piece."""
+        piece = torch.empty(min(_PIECE, weights.numel()), dtype=torch.float32)
+        for begin in range(0, weights.numel(), _PIECE):
+            count = min(_PIECE, weights.numel() - begin)
+            self._reader.read_into(entry, piece[:count], first_element=first + begin)
+            nonfinite = split(
+                piece[:count].numpy().data,
+                weights[begin : begin + count].view(torch.int16).numpy().data,
+                remainder[begin : begin + count].numpy().data,
             )
+            if nonfinite:
+                raise _damaged(entry, nonfinite, "not finite in bfloat16")
+
+
+def _narrow(entry: TensorEntry) -> bool:
+    """Tells whether bfloat16 has all that is read of a tensor. What is decoded is rounded to it once."""
+    return entry.scales is not None or entry.dtype == "bfloat16"
+
+
+def _damaged(entry: TensorEntry, count: int, what: str) -> UsageError:
+    values = "1 value" if count == 1 else f"{count:,} values"
+    return UsageError(
+        f"{entry.file}: {values} of {entry.name} {'is' if count == 1 else 'are'} {what}",
+        hint="the checkpoint is damaged: download it again, or use an earlier one",
+    )
+
+
+# ---- stages -----------------------------------------------------------------------------------------------------------
 
 
 class StageFiles:
@@ -222,15 +311,37 @@ class StageFiles:
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str]) -> tuple[StoredStage, ...]:
         """Describes where every stage rests now. `stored_as`: names of the model's tensors in the checkpoint they came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
-        return tuple(
-            _stored(stage, plan, record, stored_as, piece_sums=self._sums_of_pieces(stage)) for stage, plan, record in together
-        )
+        return tuple(self._described(stage, plan, record, stored_as) for stage, plan, record in together)
 
-    def _sums_of_pieces(self, stage: StageSpec) -> tuple[int, ...]:
-        """Returns the checksums of the pieces of the checkpoint's files as they were first read; none if one is not known."""
+    def _described(self, stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str]) -> StoredStage:
+        extents: dict[str, StoredExtent | None] = dict.fromkeys(TENSORS)
+        for name in _at_rest(record) if stage.params else ():
+            if (extent := plan.extent(name, record.turn)) is not None:
+                total = getattr(record.sums, name)
+                assert total is not None, extent
+                extents[name] = StoredExtent(offset=extent.offset, size=extent.size, sum=total)
         known = self.daemon.written
-        found = [known.known(Span(offset=p.offset, size=p.size)) for p in stage.source] if known is not None else []
-        return tuple(total for total in found if total is not None) if None not in found else ()
+        sums = [known.known(Span(offset=p.offset, size=p.size)) for p in stage.source] if known is not None else []
+        return StoredStage(
+            name=stage.name,
+            params=stage.params,
+            trained=stage.trained,
+            quantised=stage.quantised,
+            generation=record.generation,
+            turn=record.turn,
+            zero_moments=record.zero_moments,
+            zero_remainder=record.zero_remainder,
+            **extents,
+            pieces=stage.source,
+            piece_sums=tuple(total for total in sums if total is not None) if None not in sums else (),  # all of them or none
+            tensors=tuple(
+                StoredTensor(
+                    name=t.name, stored_as=stored_as[t.name], shape=t.model_shape, offset=t.offset, first=t.first,
+                    count=t.numel, decay=t.decay,
+                )
+                for t in stage.tensors
+            ),
+        )  # fmt: skip
 
 
 def _begun(stage: StageSpec, record: Record, source: FirstWeights) -> bool:
@@ -256,42 +367,3 @@ def _at_rest(record: Record) -> Iterator[StateTensor]:
         yield "remainder"
     if not record.zero_moments:
         yield from MOMENTS
-
-
-def _stored(
-    stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, piece_sums: tuple[int, ...]
-) -> StoredStage:
-    found: dict[str, StoredExtent | None] = dict.fromkeys(TENSORS)
-    for name in _at_rest(record) if stage.params else ():
-        if (extent := plan.extent(name, record.turn)) is not None:
-            found[name] = _summed(extent, getattr(record.sums, name))
-    return StoredStage(
-        name=stage.name,
-        params=stage.params,
-        trained=stage.trained,
-        quantised=stage.quantised,
-        generation=record.generation,
-        turn=record.turn,
-        zero_moments=record.zero_moments,
-        zero_remainder=record.zero_remainder,
-        **found,
-        pieces=stage.source,
-        piece_sums=piece_sums,
-        tensors=tuple(
-            StoredTensor(
-                name=t.name,
-                stored_as=stored_as[t.name],
-                shape=t.model_shape,
-                offset=t.offset,
-                first=t.first,
-                count=t.numel,
-                decay=t.decay,
-            )
-            for t in stage.tensors
-        ),
-    )
-
-
-def _summed(extent: Span, total: int | None) -> StoredExtent:
-    assert total is not None, extent
-    return StoredExtent(offset=extent.offset, size=extent.size, sum=total)
