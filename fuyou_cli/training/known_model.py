@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -299,7 +299,7 @@ class Descriptions:
 def written(value: Any) -> bytes:
     """Returns the content of a file: a digest of the rest, and the value without what is as its type has it anyway."""
     body = json.dumps(_plain(value), separators=(",", ":"), allow_nan=False).encode()
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+    return sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def read_description(kind: type[Kind], path: Path) -> Kind | None:
@@ -308,7 +308,7 @@ def read_description(kind: type[Kind], path: Path) -> Kind | None:
     if text is None:
         return None
     digest, _, body = text.partition("\n")
-    if hashlib.sha256(body.encode()).hexdigest() != digest:
+    if sha256(body.encode()).hexdigest() != digest:
         raise UsageError(f"{path}: is damaged")
     data = object_in(path, body)
     _expand_experts(data.get("stages", []))
@@ -388,7 +388,7 @@ def _key(recipe: Recipe, model_dir: Path) -> str:
     train, model = recipe.train, recipe.model
     return _digest(
         [
-            {file.name: _sum(file) for file in sorted(model_dir.glob("config*.json"))},
+            {file.name: sha256(read_plain(file, limit=LARGEST)).hexdigest() for file in sorted(model_dir.glob("config*.json"))},
             [model.attn_implementation, model.quantisation, recipe.precision.compute, train.head_chunk_vocab],
             [recipe.dataset.packing == "isolated", list(recipe.freeze)],
             quantised_keys(model_dir) if stored_in(model_dir) is not None else None,
@@ -398,12 +398,8 @@ def _key(recipe: Recipe, model_dir: Path) -> str:
     )
 
 
-def _sum(file: Path) -> str:
-    return hashlib.sha256(read_plain(file, limit=LARGEST)).hexdigest()
-
-
 def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _installed() -> Iterator[tuple[str, int]]:
@@ -428,7 +424,7 @@ def _is_worked_on(name: str) -> bool:
 
 
 def _own_code() -> str:
-    package, code = Path(__file__).parents[1], hashlib.sha256()
+    package, code = Path(__file__).parents[1], sha256()
     for folder in _DESCRIBING:
         for file in sorted((package / folder).rglob("*.py")):
             code.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())

@@ -18,7 +18,7 @@ from ..engine.crossings import ComputedMicroBatch, Computing
 from ..engine.devices.base import Copy, Device
 from ..engine.executor import StepOutcome
 from ..engine.moves import Wait
-from ..engine.visits import Visits
+from ..engine.visits import VisitInterval, Visits
 from ..planner.boundary_layout import kept_bytes
 from ..planner.memory import CREEP
 from ..planner.schedule import Visit
@@ -162,9 +162,15 @@ class StepMeter:
         """Reports the step that has just ended. `tokens`: the tokens computed."""
         before, after, seconds = self._counters, self._daemon.counters(), self._end - self._begin
         events, copies = self._daemon.events(), self._device.copies()
-        moved = timeline(outcome, events, copies, begin=self._begin, model=self._model)
+        items = intervals(outcome.intervals, events, copies, begin=self._begin, model=self._model)
         if self._traced is not None:
-            self._add_to_trace(step, seconds, outcome, [*self._before[0], *events], [*self._before[1], *copies])
+            trace, visits, computing = self._traced
+            before_step = intervals((), *self._before, begin=self._begin, model=self._model)
+            as_visits = (replace(item, resource="visit") if item.resource == "compute" else item for item in items)
+            computed = of_micro_batches(computing.take(), visits.moves.waits(), begin=self._begin, model=self._model)
+            trace.step(step, seconds, self._begin, [*before_step, *as_visits, *computed])
+        shown = (item for item in items if item.end > 0 and item.resource != "update chunk")
+        moved = tuple(replace(item, begin=max(0.0, item.begin)) for item in shown)
         waited = {cause: total - self._waited.get(cause, 0.0) for cause, total in self._stalls.items()}
         return StepReport(
             step=step,
@@ -191,37 +197,18 @@ class StepMeter:
             busy=busy_seconds(moved),
         )
 
-    def _add_to_trace(self, step: int, seconds: float, outcome: StepOutcome, events: list[Event], copies: list[Copy]) -> None:
-        assert self._traced is not None
-        trace, visits, computing = self._traced
-        moved = intervals(outcome, events, copies, begin=self._begin, model=self._model)
-        computed = of_micro_batches(computing.take(), visits.moves.waits(), begin=self._begin, model=self._model)
-        as_visits = (replace(item, resource="visit") if item.resource == "compute" else item for item in moved)
-        trace.step(step, seconds, self._begin, [*as_visits, *computed])
-
-
-def timeline(
-    outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
-) -> tuple[Busy, ...]:
-    """Returns when each resource was busy in a step that began at `begin` (monotonic seconds), without chunks of updates."""
-    updates = (event for event in events if event.operation != "chunk")
-    items = intervals(outcome, updates, copies, begin=begin, model=model)
-    return tuple(replace(item, begin=0.0) if item.begin < 0 else item for item in items if item.end > 0)
-
 
 def intervals(
-    outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
+    visits: Iterable[VisitInterval], events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
 ) -> list[Busy]:
-    """Returns the same intervals, including what began or ended before the step, at negative seconds."""
+    """Returns when each resource was busy in a step that began at `begin` (monotonic seconds), including what began or ended
+    before it, at negative seconds."""
     names = [stage.name for stage in model.stages]
 
     def busy(resource: str, label: str, since: float, until: float, size: int = 0) -> Busy:
         return Busy(resource=resource, label=label, begin=since - begin, end=until - begin, bytes=size)
 
-    items = [
-        busy("compute", f"{_direction(item.phase, model)} {names[item.stage]}", item.begin, item.end)
-        for item in outcome.intervals
-    ]
+    items = [busy("compute", f"{_direction(item.phase, model)} {names[item.stage]}", item.begin, item.end) for item in visits]
     for event in events:
         what = f"{event.operation} {names[event.label]}"
         items.append(busy(_OF_STORE[event.operation], what, event.begin_ns / 1e9, event.end_ns / 1e9, event.bytes))
@@ -235,16 +222,10 @@ def of_micro_batches(
     computed: Iterable[ComputedMicroBatch], waits: Iterable[Wait], *, begin: float, model: ModelSpec
 ) -> list[Busy]:
     """Returns what only a trace shows: the compute of each micro-batch, and each wait."""
-    items = [
-        Busy(
-            resource="compute",
-            label=f"{item.phase} {model.stages[item.stage].name}, micro-batch {item.number + 1}",
-            begin=item.begin - begin,
-            end=item.end - begin,
-        )
-        for item in computed
-    ]
-    items += [Busy(resource="wait", label=wait.cause, begin=wait.begin - begin, end=wait.end - begin) for wait in waits]
+    items = [Busy(resource="wait", label=wait.cause, begin=wait.begin - begin, end=wait.end - begin) for wait in waits]
+    for item in computed:
+        label = f"{item.phase} {model.stages[item.stage].name}, micro-batch {item.number + 1}"
+        items.append(Busy(resource="compute", label=label, begin=item.begin - begin, end=item.end - begin))
     return items
 
 
