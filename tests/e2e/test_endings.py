@@ -23,11 +23,18 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_log import JsonlLog, read_log
 
-from .conftest import HANGS, NewProject, Project, Whole, ended
+from .conftest import HANGS, Command, NewProject, Project, Whole, ended
 from .running import STEPS, exported, interrupt, manifest_of, run_of, store_of, train
 
 LONG = {"train.max_steps": 10_000, "export.at_end": False}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves this process's allocator as it is when a command runs in it."""
+    for name in ("settle_allocator", "settle_for_training"):
+        monkeypatch.setattr(f"fuyou_cli.core.process.{name}", lambda: None)
 
 
 def _signalled(project: Project, signals: Sequence[int], *, after: int, pause: float) -> tuple[int, str]:
@@ -44,7 +51,10 @@ def _signalled(project: Project, signals: Sequence[int], *, after: int, pause: f
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, whole: Callable[..., Whole]) -> None:
@@ -186,16 +196,20 @@ def test_numbers_that_fail_again_are_not_recommended(new_project: NewProject) ->
     assert "checkpoint.resume=never" in str(ended.value.hint) and "continues from there" not in str(ended.value.hint)
 
 
-def test_an_output_in_the_way_is_refused_before_training(new_project: NewProject) -> None:
+@pytest.mark.usefixtures("untuned")
+def test_an_output_in_the_way_is_refused_before_training(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
     project = new_project()
     (project.out / "model").mkdir(parents=True)
     (project.out / "model" / "thesis.tex").write_text("precious")
-    for command in (("finetune",), ("plan", "--dry-run")):
-        refused = project.fuyou(*command, project.recipe)
-        assert refused.returncode == 2 and "error: output_dir: " in refused.stderr and "thesis.tex" in refused.stderr
+    fuyou = command(project)
+    for words in (("finetune",), ("plan", "--dry-run")):
+        code, _, err = fuyou(*words, "recipe.yaml")
+        assert code == 2 and "error: output_dir: " in err and "thesis.tex" in err
     (project.folder / "file").write_text("")
-    refused = project.fuyou("finetune", project.recipe, f"output_dir={project.folder}/file/out")
-    assert refused.returncode == 2 and "output_dir: " in refused.stderr and "is a file" in refused.stderr
+    code, _, err = fuyou("finetune", "recipe.yaml", f"output_dir={project.folder}/file/out")
+    assert code == 2 and "output_dir: " in err and "is a file" in err
     assert not (project.out / "store").exists()
 
 
@@ -213,13 +227,6 @@ def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> Non
     assert f"fuyou export {store_of(project)} OUT" in said
     assert [record["event"] for record in read_log(project.out / "log.jsonl")[-2:]] == ["end", "failed"]
     assert thesis.read_text() == "precious"
-
-
-@pytest.fixture
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves this process's allocator as it is when a command runs in it."""
-    for name in ("settle_allocator", "settle_for_training"):
-        monkeypatch.setattr(f"fuyou_cli.core.process.{name}", lambda: None)
 
 
 @pytest.mark.usefixtures("untuned")
@@ -240,15 +247,17 @@ def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewPro
     assert not log.with_name("log.jsonl.1").exists()
 
 
-def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject) -> None:
+@pytest.mark.usefixtures("untuned")
+def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
+    fuyou = command(project)
     for number in range(3):
-        done = project.fuyou("finetune", project.recipe, *(["checkpoint.resume=never"] if number else []))
-        assert done.returncode == 0, done.stderr
+        code, _, err = fuyou("finetune", "recipe.yaml", *(["checkpoint.resume=never"] if number else []))
+        assert code == 0, err
     logs = [project.out / name for name in ("log.jsonl", "log.jsonl.1", "log.jsonl.2")]
     for log in logs:
         assert [record["step"] for record in read_log(log) if record["event"] == "step"] == [1, 2]
-    assert "64 samples" in done.stderr and "split" in done.stderr
+    assert "64 samples" in err and "split" in err
 
 
 def test_asked_to_stop_after_the_last_step_the_run_has_its_report(new_project: NewProject) -> None:
@@ -318,13 +327,6 @@ def _ends(environ: Path, *, within: float) -> bool:
         os.close(process)
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 SIGNALLED = """
 import os, sys
 sent = []
@@ -335,10 +337,10 @@ sys.addaudithook(when_opened)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_signal_before_the_run_begins_says_that_nothing_is_lost(number: int, new_project: NewProject) -> None:
+def test_a_signal_before_the_run_begins_says_that_nothing_is_lost(new_project: NewProject) -> None:
+    """One of Slurm's, which ends a process that does not listen."""
     project = new_project("project")
-    done = ended(project.begin("finetune", project.recipe, first=SIGNALLED.format(number=int(number))))
+    done = ended(project.begin("finetune", project.recipe, first=SIGNALLED.format(number=int(signal.SIGUSR1))))
     said = " ".join(done.stderr.split())
     assert done.returncode == 130 and "stopped before the run began: nothing is lost" in said, done
     assert "the same command begins again" in said and not project.out.exists()

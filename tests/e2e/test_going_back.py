@@ -19,7 +19,7 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.state import at_rest as verify
 from fuyou_cli.training.state import manifest as manifests
 
-from .conftest import ROOT, NewProject, Project, Whole
+from .conftest import ROOT, Command, NewProject, Project, Whole
 from .running import STEPS, interrupt, manifest_of, run_of, store_of, train
 from .test_every_step_committed import Died, _dies_at
 
@@ -32,16 +32,18 @@ def _damage_manifest(store: Path) -> None:
 # ---- the newest manifest is damaged --------------------------------------------------------------------------------
 
 
-def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(
+    stopped: Project, whole: Callable[..., Whole], command: Callable[[Project], Command]
+) -> None:
     expected = whole().losses
     store = store_of(stopped)
     _damage_manifest(store)
-    done = stopped.fuyou("verify", store)
-    assert done.returncode == 1
-    assert f"{store / manifests.NAME} is damaged" in done.stdout
+    fuyou = command(stopped)
+    code, out, _ = fuyou("verify", str(store))
+    assert code == 1 and f"{store / manifests.NAME} is damaged" in out
     older = manifests.read(store, manifests.BEFORE)
-    assert older is not None and f"continues from the state after step {older.step}, which is intact" in done.stdout
-    told = json.loads(stopped.fuyou("verify", store, "--json").stdout)
+    assert older is not None and f"continues from the state after step {older.step}, which is intact" in out
+    told = json.loads(fuyou("verify", str(store), "--json")[1])
     assert str(store / manifests.NAME) in told["states"][0]["problem"] and not told["states"][0]["older"]
     assert train(stopped)[0] == expected
     assert (store / manifests.DAMAGED).exists()

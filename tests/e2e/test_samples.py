@@ -25,7 +25,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.kept_companions import keep_companions
 
-from .conftest import NewProject, Project, Whole
+from .conftest import Command, NewProject, Project, Whole
 from .running import STEPS, exported, prepared_run, run_of, silent, train
 from .test_generate import LOOPS, in_memory, with_settings
 
@@ -42,7 +42,7 @@ def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
         return run.losses, found
 
 
-def test_beside_training(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_beside_training(new_project: NewProject, whole: Callable[..., Whole], command: Callable[[Project], Command]) -> None:
     """Writes at the start, between steps and at the end: in the log, on the terminal and in the report."""
     project = new_project(changes=SAMPLED)
     result = project.fuyou("finetune", project.recipe)
@@ -54,9 +54,11 @@ def test_beside_training(new_project: NewProject, whole: Callable[..., Whole]) -
     for begin, model in ((0, project.materials / "model"), (6, project.out / "model")):
         assert [one["text"] for one in found[begin : begin + 3]] == in_memory(model, PROMPTS, 6)
     assert f"sample at step 3  {PROMPTS[1]}\n" in result.stderr and "samples" in result.stderr
-    shown = project.fuyou("report", project.out, "--html", project.folder / "page.html")
-    assert shown.returncode == 0 and f"<h3>{PROMPTS[1]}</h3>" in (project.folder / "page.html").read_text()
-    assert f"\n  {PROMPTS[1]}\n    step 0" in project.fuyou("report", project.out).stdout
+    fuyou = command(project)
+    code, out, _ = fuyou("report", "out")
+    assert code == 0 and f"\n  {PROMPTS[1]}\n    step 0" in out
+    assert fuyou("report", "out", "--html", "page.html")[0] == 0
+    assert f"<h3>{PROMPTS[1]}</h3>" in (project.folder / "page.html").read_text()
 
 
 @pytest.mark.usefixtures("served_here")
@@ -168,10 +170,12 @@ def test_a_template_that_never_ends(new_project: NewProject, tmp_path: Path, mon
         inspect(resolve(load_recipe(new_project(changes=changes).recipe).recipe, say=silent), say=silent)
 
 
-def test_a_plan_says_that_a_run_would_refuse_its_prompts(new_project: NewProject) -> None:
+def test_a_plan_says_that_a_run_would_refuse_its_prompts(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
     asked = {"prompts": ["The road"], "max_new_tokens": 6, "chat": True}
     project = new_project(changes={**EXACT, "eval": {"samples": asked}})
-    planned = project.fuyou("plan", project.recipe)
-    assert planned.returncode == 0, planned.stderr
-    shown = " ".join(planned.stdout.split())
+    code, out, err = command(project)("plan", "recipe.yaml")
+    assert code == 0, err
+    shown = " ".join(out.split())
     assert "eval.samples.chat: the tokenizer in" in shown and "eval.samples.chat=false, or tokenizer.chat_template" in shown
