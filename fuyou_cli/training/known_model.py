@@ -158,9 +158,8 @@ def _shared(model: ModelSpec) -> ModelSpec:
 
 def traced(numerics: Numerics) -> tuple[object, ...]:
     """Returns the numerics that a specification depends on."""
-    numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
-    ranges = (numerics.range_experts,) if numerics.range_experts else ()
-    return (numerics.compute_dtype, numerics.padding == "none", *numbers, *ranges)
+    cut = (numerics.head_chunk_tokens, numerics.vocabulary_rows, numerics.range_experts)
+    return (numerics.compute_dtype, numerics.padding == "none", numerics.micro_batch_size, numerics.max_seq_len, *cut)
 
 
 def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:

@@ -181,11 +181,10 @@ class _Planner:
     def planned(self, numerics: Numerics | None = None) -> Planned:
         """Plans with these numerics, or with those of the recipe and the fastest micro-batch."""
         inspected = self._inspected
-        numerics = numerics or self.numerics(self._micro_batch())
-        model = self._specified(numerics)
+        model, request = self._request(numerics or self.numerics(self._micro_batch()))
         rows = None if self._epoch is None else self._epoch.rows
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.manifest)
-        made = self._runs.plan(model, self._asked(numerics, model), steps=steps)
+        made = self._runs.plan(model, request, steps=steps)
         return Planned(
             **fields_of(inspected, Inspected),
             hardware=self._hardware,
@@ -206,18 +205,11 @@ class _Planner:
 
     def range_sizes(self) -> list[int]:
         """Returns how many experts a range may have where whole blocks do not fit, the most first."""
-        numerics = self.numerics(None)
-        model = self._specified(numerics)
-        return range_sizes(model, self._asked(numerics, model))
+        return range_sizes(*self._request(self.numerics(None)))
 
-    def least_memory(self, size: int) -> int:
-        """Returns the least budget that fits with micro-batches of `size` rows."""
-        numerics = self.numerics(size)
-        model = self._specified(numerics)
-        return least_memory(model, self._hardware, self._asked(numerics, model))
-
-    def _asked(self, numerics: Numerics, model: ModelSpec) -> PlanRequest:
-        inspected, device = self._inspected, self._inspected.device
+    def _request(self, numerics: Numerics) -> tuple[ModelSpec, PlanRequest]:
+        """Returns what is planned with these numerics. Raises UsageError if the model refuses what the recipe asks."""
+        inspected, device, model = self._inspected, self._inspected.device, self._specified(numerics)
         asked = plan_request(
             inspected.recipe,
             numerics,
@@ -241,7 +233,7 @@ class _Planner:
 
             asked = replace(asked, typical=typical_step(self._epoch.lengths, numerics))
         widths = widths_of(inspected.recipe, numerics) if device == "cpu" else 1
-        return replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
+        return model, replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe
@@ -263,14 +255,8 @@ class _Planner:
             return None
         if not inspected.known.is_elsewhere:
             return self._compared_sizes()
-        about: tuple[object, ...] = (
-            inspected.recipe.model_dump_json(),
-            self._hardware,
-            self._disks,
-            inspected.in_place,
-            repr(self._epoch),
-        )
-        about += (self._range_experts,) if self._range_experts else ()
+        recipe = inspected.recipe.model_dump_json()
+        about = (recipe, self._hardware, self._disks, inspected.in_place, self._epoch, self._range_experts)
         return inspected.known.descriptions.once(FastestSize, lambda: FastestSize(rows=self._compared_sizes()), *about).rows
 
     def _compared_sizes(self) -> int:
@@ -280,16 +266,18 @@ class _Planner:
         batch, length, usual = recipe.train.batch_size, recipe.dataset.max_seq_len, usual_tokens(hardware)
         middle, is_bound = sizes_of(batch, length, usual=usual)[1], False
 
-        def of(size: int) -> tuple[Numerics, ModelSpec]:
-            numerics = self.numerics(size)
-            return numerics, self._specified(numerics)
+        def of(size: int) -> tuple[ModelSpec, PlanRequest]:
+            return self._request(self.numerics(size))
+
+        def least(size: int) -> int:
+            model, request = of(size)
+            return least_memory(model, hardware, request)
 
         def seconds(size: int, effort: Effort) -> float | None:
             nonlocal is_bound
             if size * length > MOST_TOKENS and is_bound and effort == "usual":
                 return None
-            numerics, model = of(size)
-            asked = self._asked(numerics, model)
+            model, asked = of(size)
             try:
                 plan = self._runs.plan(model, asked, steps=steps_of(recipe, None), effort=effort).plan
             except PlanError:
@@ -300,7 +288,7 @@ class _Planner:
                 is_bound = plan.predicted.bottleneck != "compute"
             return plan.predicted.step_seconds if fits else None
 
-        is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[1].stages)
+        is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[0].stages)
         return fastest_size(
             batch,
             length,
@@ -308,7 +296,7 @@ class _Planner:
             most=MOST_OF_MIXTURES if is_mixture else MOST_TOKENS,
             planned=lambda size: seconds(size, "usual"),
             searched=lambda size: seconds(size, "search"),
-            needed=self.least_memory,
+            needed=least,
         )
 
 
