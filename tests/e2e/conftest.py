@@ -338,3 +338,10 @@ class Command:
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Project], Command]:
     """Gives command(project), which runs `fuyou` in its folder."""
     return lambda project: Command(capsys, monkeypatch, project.folder)
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves this process's allocator as it is when a run's command is called in it."""
+    for name in ("settle_allocator", "settle_for_training"):
+        monkeypatch.setattr(f"fuyou_cli.cli.finetune.{name}", lambda: None)

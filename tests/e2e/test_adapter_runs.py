@@ -13,9 +13,11 @@ import transformers
 from drawn import every
 from safetensors.torch import load_file
 
+from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data.batches import collate
+from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import AdapterWeights, stored_weights
 from fuyou_cli.training.length import learning_rate, loaded
 from fuyou_cli.training.prepare import Ready
@@ -129,18 +131,21 @@ def test_a_saved_run_keeps_its_adapter(lora: NewProject) -> None:
         prepared_run(other)
 
 
-def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("untuned")
+def test_the_command_exports_what_peft_loads_and_goes_on_with(
+    lora: NewProject, tmp_path: Path, command: Callable[[Project], Command]
+) -> None:
     """The loss of the next step is that of the run itself, had it gone on."""
     constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}}
     longer = lora("longer", constant | {"train.max_steps": STEPS + 1})
     ready = prepared_run(longer)
     wanted, _ = train(longer)
     project = lora(changes=constant | {"export": {"at_end": True, "dtype": "float32"}})
-    ended = project.fuyou("finetune", project.recipe)
-    assert ended.returncode == 0, ended.stderr
+    code, out, err = command(project)("finetune", "recipe.yaml")
+    assert code == 0, err
     folder = project.out / "adapter"
-    assert f"exported to {folder} in float32" in ended.stdout
-    assert f"model = PeftModel.from_pretrained(base, {str(folder)!r})" in ended.stderr
+    assert f"exported to {folder} in float32" in out
+    assert f"model = PeftModel.from_pretrained(base, {str(folder)!r})" in err
     loaded = peft.PeftModel.from_pretrained(base_of(ready), folder, is_trainable=True)
     assert next(steps_in_memory(ready, loaded, first=STEPS)) == pytest.approx(wanted[STEPS], rel=1e-6)
 
@@ -157,11 +162,12 @@ def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, 
     "adapter", every(2, [{"r": 4}, {"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}]),
     ids=["plain", "dora"],
 )  # fmt: skip
+@pytest.mark.usefixtures("untuned")
 def test_a_run_starts_from_the_adapter_of_another(adapter: dict[str, Any], lora: NewProject) -> None:
     """Its losses are those of peft that goes on with it, and it resumes when that adapter is gone."""
     dtypes = {"adapter": adapter, "export": {"at_end": True, "dtype": "float32"}}
     first = lora("first", {**dtypes, "train.max_steps": 3, "optimizer.lr": 0.02})
-    assert (ran := first.fuyou("finetune", first.recipe)).returncode == 0, ran.stderr
+    run_finetune(load_recipe(first.recipe))
     second = lora("second", {"adapter": {"from": str(first.out)}, "seed": 7})  # what it leaves out is as it was
     ready = prepared_run(second)
     began = peft.PeftModel.from_pretrained(base_of(ready), first.out / "adapter", is_trainable=True).train()
@@ -206,19 +212,21 @@ def test_a_missing_start_is_only_a_note_of_a_plan(lora: NewProject, command: Cal
         prepared_run(project)
 
 
+@pytest.mark.usefixtures("untuned")
 def test_an_output_folder_with_an_adapter_whose_store_lies_elsewhere(
     lora: NewProject, tmp_path: Path, command: Callable[[Project], Command]
 ) -> None:
     """Its model is that of the store, merged; so is what is exported."""
     project = lora(changes={"train.max_steps": 2, "export.at_end": True, "offload.dir": "drive"})
-    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    fuyou = command(project)
+    assert fuyou("finetune", "recipe.yaml")[0] == 0
     ready = prepared_run(project)
     loaded = peft.PeftModel.from_pretrained(base_of(ready), project.out / "adapter")
     wanted = losses_of(loaded.merge_and_unload())
     for source in (project.out, project.out / "adapter"):
         assert streamed(source) == pytest.approx(wanted, rel=1e-3), source  # exported in bfloat16
     assert streamed(project.out) == streamed(store_of(project))
-    code, _, err = command(project)("export", str(project.out), str(tmp_path / "merged"), "--merged")
+    code, _, err = fuyou("export", str(project.out), str(tmp_path / "merged"), "--merged")
     assert code == 0, err
     assert streamed(tmp_path / "merged") == pytest.approx(streamed(project.out), rel=1e-6)
 
@@ -257,6 +265,7 @@ def test_states_on_a_device(lora: NewProject) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("held", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("use_dora", every(2, [False, True]))
 def test_a_merged_export_in_float32_has_the_values_of_the_models_files(
@@ -269,7 +278,7 @@ def test_a_merged_export_in_float32_has_the_values_of_the_models_files(
         shutil.copy(llama / file, model)
     changes = {"adapter": {"r": 4, "use_dora": use_dora}, "precision": {"compute": "bfloat16"}, "train.max_steps": 2}
     project = lora("project", {**changes, "model.name_or_path": str(model), "optimizer.lr": 0.05})
-    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    run_finetune(load_recipe(project.recipe))
     run_export(store_of(project), tmp_path / "adapter", [], dtype="float32")
     for dtype in ("float32", "bfloat16"):
         run_export(store_of(project), tmp_path / dtype, [], dtype=dtype, merged=True)  # type: ignore[arg-type]

@@ -30,13 +30,6 @@ LONG = {"train.max_steps": 10_000, "export.at_end": False}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
 
 
-@pytest.fixture
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves this process's allocator as it is when a command runs in it."""
-    for name in ("settle_allocator", "settle_for_training"):
-        monkeypatch.setattr(f"fuyou_cli.core.process.{name}", lambda: None)
-
-
 def _signalled(project: Project, signals: Sequence[int], *, after: int, pause: float) -> tuple[int, str]:
     """The exit code and the words of a run that gets `signals` once step `after` is in its log."""
     child = project.begin("finetune", project.recipe)

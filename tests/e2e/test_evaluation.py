@@ -21,7 +21,7 @@ from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.manifest import Evaluated
 
-from .conftest import NewProject, Project, Whole
+from .conftest import Command, NewProject, Project, Whole
 from .running import STEPS, manifest_of, prepared_run, run_of, train
 
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
@@ -61,13 +61,16 @@ def in_memory(model_dir: Path, ready: Any, name: str) -> float:
     return total / count
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("clip", every(2, [0.5, None]), ids=["clipped", "unclipped"])
-def test_beside_training(clip: float | None, new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_beside_training(
+    clip: float | None, new_project: NewProject, whole: Callable[..., Whole], command: Callable[[Project], Command]
+) -> None:
     changes = {**EXACT, "train.clip_grad_norm": clip}
     project = new_project(changes=changes)
     with_sets(project, changes)
-    result = project.fuyou("finetune", project.recipe)
-    assert result.returncode == 0, result.stderr
+    code, _, err = command(project)("finetune", "recipe.yaml")
+    assert code == 0, err
     records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
     found = [record for record in records if record["event"] == "eval"]
     assert [(record["step"], record["name"]) for record in found] == [
@@ -81,7 +84,7 @@ def test_beside_training(clip: float | None, new_project: NewProject, whole: Cal
     for begin, model in ((0, project.materials / "model"), (-2, project.out / "model")):
         for record in found[begin : begin + 2 or None]:
             assert record["loss"] == pytest.approx(in_memory(model, ready, record["name"]), rel=1e-6)
-    assert result.stderr.count("eval at step 2  held-out  loss ") == 1
+    assert err.count("eval at step 2  held-out  loss ") == 1
 
 
 def test_stopped_in_an_evaluation(new_project: NewProject, whole: Callable[..., Whole]) -> None:

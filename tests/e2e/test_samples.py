@@ -42,19 +42,20 @@ def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
         return run.losses, found
 
 
+@pytest.mark.usefixtures("untuned")
 def test_beside_training(new_project: NewProject, whole: Callable[..., Whole], command: Callable[[Project], Command]) -> None:
     """Writes at the start, between steps and at the end: in the log, on the terminal and in the report."""
     project = new_project(changes=SAMPLED)
-    result = project.fuyou("finetune", project.recipe)
-    assert result.returncode == 0, result.stderr
+    fuyou = command(project)
+    code, _, err = fuyou("finetune", "recipe.yaml")
+    assert code == 0, err
     assert list(project.losses().values()) == whole(EXACT).losses
     records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
     found = [record for record in records if record["event"] == "sample"]
     assert [(one["step"], one["prompt"]) for one in found] == [(step, prompt) for step in (0, 3, 6) for prompt in PROMPTS]
     for begin, model in ((0, project.materials / "model"), (6, project.out / "model")):
         assert [one["text"] for one in found[begin : begin + 3]] == in_memory(model, PROMPTS, 6)
-    assert f"sample at step 3  {PROMPTS[1]}\n" in result.stderr and "samples" in result.stderr
-    fuyou = command(project)
+    assert f"sample at step 3  {PROMPTS[1]}\n" in err and "samples" in err
     code, out, _ = fuyou("report", "out")
     assert code == 0 and f"\n  {PROMPTS[1]}\n    step 0" in out
     assert fuyou("report", "out", "--html", "page.html")[0] == 0
