@@ -15,8 +15,6 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.spec.model import ITEM_SIZE, Dtype, StateLayout
 
@@ -26,6 +24,7 @@ from .requests import Update, native_update
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+# numpy is imported where something is computed: a plan, which loads neither numpy nor torch, asks for sizes alone.
 CHECKSUM_BLOCK = 4096
 
 
@@ -220,6 +219,8 @@ def nf4_decode(packed: Buffer, maxima: Buffer, values: Buffer, dtype: Dtype, *, 
 @cache
 def nf4_levels() -> Any:
     """Returns the 16 rising float32 levels of nf4 (Dettmers et al. 2023, arXiv 2305.14314)."""
+    import numpy as np
+
     codes, one, levels = bytes(code << 4 for code in range(16)), np.ones(1, np.float32), np.empty(32, np.float32)
     nf4_decode(codes, one.data, levels.data, "float32")
     return levels[::2].copy()
@@ -285,6 +286,8 @@ def fp8_decode(codes: Buffer, scales: Buffer, columns: int, values: Buffer, dtyp
 def dynamic_levels() -> Any:
     """Returns the 256 rising float32 levels of the signed dynamic type (Dettmers 2015, arXiv 1511.04561): seven decades, each
     with twice the levels of the one below, zero and one."""
+    import numpy as np
+
     found = [0.0, 1.0]
     for decade in range(_DECADES):
         edges = _line(2**decade + 1)
@@ -296,6 +299,8 @@ def dynamic_levels() -> Any:
 
 def _line(count: int) -> Any:
     """Returns float32 points from 0.1 to 1 as torch spaces them: each half is counted from its own end, rounded once."""
+    import numpy as np
+
     low, high = np.float32(0.1), np.float32(1)
     step = np.float64((high - low) / np.float32(count - 1))
     places = np.arange(count, dtype=np.float64)
@@ -324,6 +329,8 @@ def dynamic_decode(codes: Buffer, maxima: Buffer, values: Buffer, *, offset: flo
 
 def _array(values: Buffer, item: int) -> Any:
     """Returns a view of the memory as unsigned items."""
+    import numpy as np
+
     return np.frombuffer(memoryview(values), f"u{item}")
 
 
