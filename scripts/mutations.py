@@ -211,8 +211,8 @@ RECIPE_AND_CLI = (
     Mutation("if len(raw) > MAX_BYTES:", "if len(raw) > 100 * MAX_BYTES:", "recipe/test_errors.py recipe/test_any_input.py"),
     Mutation("if references > _MOST_REFERENCES:", "if False:", "recipe/test_any_input.py recipe/test_errors.py"),
     Mutation(
-        "return (diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column)",
-        "return (False, 0, 0)",
+        "(diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column)",
+        "(False, 0, 0)",
         "recipe/test_errors.py",
     ),
     Mutation(
@@ -226,7 +226,7 @@ RECIPE_AND_CLI = (
     Mutation('return sum(map(text.count, ",[{")) > MOST_VALUES', "return False", "hostile/test_json_files.py"),
 )
 CHECKPOINT_AND_SWAP = (
-    Mutation("if len(name) > NAME_LIMIT:", "if False:", "checkpoint/test_header.py"),
+    Mutation("if len(name) > NAME_LIMIT:", "if False:", "checkpoint/test_files.py"),
     Mutation(
         "if groups[-1] and size + tensor.nbytes > max_shard_size:",
         "if groups[-1] and size > max_shard_size:",
@@ -255,7 +255,7 @@ CHECKPOINT_AND_SWAP = (
         "swap/test_quantised.py",
     ),
     Mutation("requests=_REQUESTS,", "requests=16,", "engine/test_waits.py engine/test_equal_bits.py"),
-    Mutation('"lion": lib.FY_LION', '"lion": lib.FY_ADAMW', "swap/test_lion.py"),
+    Mutation('"lion": lib.FY_LION', '"lion": lib.FY_ADAMW', "swap/test_kernels.py"),
 )
 ROOMS = {
     "planner": PLANNER,

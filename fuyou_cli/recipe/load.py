@@ -64,13 +64,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe
     recipe, findings = check(data, ignore=frozenset(finding.path for finding in references))
     findings = [*references, *removed, *findings]
     located = [replace(diagnostic, place=_place(diagnostic, source, applied), at_key=False) for diagnostic in findings]
-    wrong = (
-        sorted(
-            dict.fromkeys(located),
-            key=lambda diagnostic: (diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column),
-        )
-        + wrong
-    )
+    located = list(dict.fromkeys(located))
+    located.sort(key=lambda diagnostic: (diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column))
+    wrong = located + wrong
     if recipe is None or wrong:
         raise RecipeErrors(wrong, name=name)
     shown = []
