@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.render.progress import LINE_SECONDS, RunDisplay, TransferDisplay
+from fuyou_cli.cli.render.progress import LINE_SECONDS, RunDisplay, TransferDisplay, counting
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import StepReport
 from tests.step_reports import step_report
@@ -157,6 +157,12 @@ def test_a_pipe_gets_a_line_now_and_then() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 100 / LINE_SECONDS
     assert lines[0] == "downloading o/model: 10 GB of 100 GB (10%)" and lines[-1].endswith("(100%)")
+
+
+def test_a_pipe_gets_nothing_of_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with counting("reading", 3) as done:
+        done(1)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:

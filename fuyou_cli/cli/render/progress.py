@@ -242,7 +242,8 @@ def _packed(fields: list[str], width: int) -> list[str]:
 @contextmanager
 def counting(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Shows a bar on a terminal, which goes away at the end. Gives what is told of each part that is done."""
-    with Progress(console=status_console(), transient=True) as progress:
+    console = status_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
 
