@@ -49,10 +49,10 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.costs import FLOPS_PER_BYTE, Costs
+from fuyou_cli.planner.ledgers import Record
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as plan_of
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.records import Record
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.simulate import sharing_of, simulate

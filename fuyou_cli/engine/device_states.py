@@ -22,9 +22,8 @@ import torch
 
 from ..core.errors import NumericsError
 from ..planner.device import UPDATE_SCRATCH
-from ..planner.ledgers import UPDATE_PRIORITY
+from ..planner.ledgers import UPDATE_PRIORITY, Record
 from ..planner.memory import gradients_rest, update_scratch
-from ..planner.records import Record
 from ..spec.model import STATE_NAMES, StageSpec
 from ..spec.plan import Span, StateTensor
 from ..swap.daemon import Result, Segment, SwapDaemon

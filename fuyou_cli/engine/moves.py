@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.process import SILENT, Patience
-from ..planner.ledgers import FOREVER, Residency
-from ..planner.records import Record
+from ..planner.ledgers import FOREVER, Record, Residency
 from ..swap.daemon import Result
 from .context import Context
 from .device_states import DeviceStates, lost

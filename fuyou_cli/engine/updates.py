@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..planner.ledgers import update_priority
-from ..planner.records import Record
+from ..planner.ledgers import Record, update_priority
 from ..spec.model import StageSpec, StateLayout
 from ..spec.plan import Numerics, Span, StagePlan, StateTensor
 from ..swap.daemon import Home, Result, Segment, Update

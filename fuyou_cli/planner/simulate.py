@@ -17,9 +17,8 @@ from ..spec.plan import Plan, StagePlan
 from .bound import micro_batch_crossing
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
-from .ledgers import FOREVER, BoundaryLedger, Residency, update_priority
+from .ledgers import FOREVER, BoundaryLedger, Record, Residency, update_priority
 from .lookahead import Lookahead
-from .records import Record
 from .schedule import Schedule, Visit, filled, written_by_update
 from .simulated_machine import Done, Parts, Sharing, VirtualMachine
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from drawn import crossed
 
-from fuyou_cli.planner.records import Record
+from fuyou_cli.planner.ledgers import Record
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.model import StageSpec

@@ -21,7 +21,7 @@ from ...engine.device_states import MODULUS, DeviceStates, Extents
 from ...engine.host_memory import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
 from ...engine.updates import Sums
-from ...planner.records import Record
+from ...planner.ledgers import Record
 from ...spec.model import ITEM_SIZE, MOMENTS, Dtype, ModelSpec, StageSpec
 from ...spec.packed_tensors import PackedTensor
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
