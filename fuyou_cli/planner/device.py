@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
@@ -59,26 +58,14 @@ def decode_scratch(at_once: int) -> int:
     return 6 * at_once + 8 * (at_once // NF4_BLOCK)
 
 
-@dataclass(slots=True)
-class There:
-    generation: int
-    ticket: int  # the copy's ticket
-
-
 class DeviceSide:
-    """Keeps track of which stages' weights are on the device, and of their generation. `stages`: the stages of a plan."""
+    """Keeps track of which stages' weights are on the device, by generation and ticket of their copy. `stages`: of a plan."""
 
     def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
-        self.model = model
         self._at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
-        self._updated_there = {stage.stage for stage in stages if stage.updated_there}
-        self.resting: dict[int, There] = {}  # of stages with a home there, those that were copied
-        self.streamed: dict[int, There] = {}  # of other stages, in the order of their last use
-
-    @property
-    def held(self) -> set[int]:
-        """Returns the stages whose weights take device memory: those with a home there, and those streamed now."""
-        return self._at_home | self.streamed.keys()
+        self._never_copied = {stage.stage for stage in stages if stage.updated_there or not model.stages[stage.stage].params}
+        self._resting: dict[int, tuple[int, int]] = {}  # of stages with a home there, those that were copied
+        self._streamed: dict[int, tuple[int, int]] = {}  # of other stages, in the order of their last use
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
         """Makes sure that the weights of `owner` are on the device. Returns the ticket of their copy. Returns None for a stage
@@ -87,16 +74,16 @@ class DeviceSide:
         Streamed weights stay until `WEIGHTS_ON_DEVICE` other stages were used. Weights with a home on the device stay for the
         whole run.
         """
-        if self.model.stages[owner].params == 0 or owner in self._updated_there:
+        if owner in self._never_copied:
             return None
-        weights = self.resting if owner in self._at_home else self.streamed
-        there = weights.pop(owner, None)
-        if there is None or there.generation != generation:
-            there = There(generation, begin())
-        weights[owner] = there
-        if len(self.streamed) > WEIGHTS_ON_DEVICE:
-            del self.streamed[next(iter(self.streamed))]
-        return there.ticket
+        weights = self._resting if owner in self._at_home else self._streamed
+        copy = weights.pop(owner, None)
+        if copy is None or copy[0] != generation:
+            copy = generation, begin()
+        weights[owner] = copy
+        if len(self._streamed) > WEIGHTS_ON_DEVICE:
+            del self._streamed[next(iter(self._streamed))]
+        return copy[1]
 
 
 def crossing(

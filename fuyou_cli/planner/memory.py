@@ -343,7 +343,7 @@ def most_needed(model: ModelSpec, request: PlanRequest) -> DeviceMemory:
     every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
     if request.kept == "none":
         every_kept = ((),) * len(model.stages)
-    updated, rest = stages_there(model, request), need_rest(model, request)
+    updated, rest = stages_on_device(model, request), need_rest(model, request)
     resting = {stage for stage in updated if rest[stage]}
     return _memory(model, request, {*at_home, *updated}, every_kept, updated=updated, resting=resting)
 
@@ -401,7 +401,7 @@ def summing_spans(model: ModelSpec, resting: set[int], sweeps: int) -> int:
     return 2 + int(stays) + int(sweeps > 1)
 
 
-def stages_there(model: ModelSpec, request: PlanRequest) -> set[int]:
+def stages_on_device(model: ModelSpec, request: PlanRequest) -> set[int]:
     """Returns the stages that the request puts on the device."""
     if request.device_states is not None:
         return {stage for stage in request.device_states if model.stages[stage].params}

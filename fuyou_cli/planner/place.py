@@ -24,7 +24,7 @@ from .commit_interval import guessed_interval, with_commits
 from .costs import Costs
 from .fill import KINDS, GreedyFill, Item, fitting, outputs_of, stages_filling, traffic_items, with_homes_on_device, worth_most
 from .layout import Homes, Layout, SharedSizes, layout, need_rest
-from .memory import DeviceMemory, bytes_left, device_memory, host_peaks, memory_lines, stages_there, with_batch
+from .memory import DeviceMemory, bytes_left, device_memory, host_peaks, memory_lines, stages_on_device, with_batch
 from .plan_request import PlanRequest, least_budget_to_rest, rest_in_ram
 from .schedule import Schedule, expand, recommitted
 
@@ -336,7 +336,7 @@ def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept)
     gradients: list[Tier] = [
         _beside(request.gradients, first) if is_resting else "cpu" for is_resting in need_rest(model, request)
     ]
-    there = stages_there(model, request)
+    there = stages_on_device(model, request)
     return Homes(
         weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),
         states=tuple("gpu" if index in there else _beside(request.states, first) for index in range(count)),
