@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
+from typing import Any
 
 from ..core.errors import PlanError
 from ..core.units import GiB, MiB, align_up, gib
@@ -103,9 +104,15 @@ class Placing:
         return self._filled[known]
 
     def _asked(self, candidate: Candidate) -> PlanRequest:
+        """Returns the request with the candidate's deferred updates and its stages that rest on the device."""
         chosen = (candidate.defer, candidate.there)
         if chosen not in self._chosen:
-            self._chosen[chosen] = as_chosen(self.model, self.request, candidate)
+            asked = self.request
+            if asked.clip_grad_norm is None or asked.norm_first:
+                asked = replace(asked, defer=candidate.defer)
+            if candidate.there:
+                asked = replace(asked, device_states=stages_filling(self.model, asked, candidate.there))
+            self._chosen[chosen] = asked
         return self._chosen[chosen]
 
     def _placed_from(self, asked: PlanRequest, candidate: Candidate, start: _Start, pipeline: tuple[int, int, bool]) -> Placed:
@@ -131,7 +138,7 @@ class Placing:
             fill=self.costs.fill,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
-        plan = _assembled(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
+        plan = _plan_of(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
         return self._bounded(plan, schedule) if at_most_one else self._committing(asked, plan, schedule)
 
     def _bounded(self, plan: Plan, schedule: Schedule) -> Placed:
@@ -151,8 +158,11 @@ class Placing:
         bound, each = lower_bound(self.costs, schedule, plain), commit / every
         return Placed(plan=plan, schedule=schedule, bound=bound + each, estimate=estimate + each, commits=each)
 
-    def _layout(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> Layout:
-        return layout(self._shared, asked, homes, lookahead=candidate.lookahead, gradient_slots=candidate.gradient_slots)
+    def _laid_out(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> tuple[Layout, dict[str, int]]:
+        """Returns the spans, and the peaks of RAM by phase."""
+        pipeline = {"lookahead": candidate.lookahead, "gradient_slots": candidate.gradient_slots}
+        spans = layout(self._shared, asked, homes, **pipeline)
+        return spans, host_peaks(self.model, self.hardware, asked, spans)
 
     def _started(self, asked: PlanRequest, candidate: Candidate, pipeline: tuple[object, ...]) -> _Start | None:
         """Returns homes with nothing moved to RAM yet, or None if even that does not fit."""
@@ -163,8 +173,7 @@ class Placing:
         key = (self._kept[shares], pipeline, asked.device_states)
         if key not in self._starts:
             homes = _start(self.model, asked, *self._kept[shares])
-            spans = self._layout(asked, homes, candidate)
-            peaks = host_peaks(self.model, self.hardware, asked, spans)
+            spans, peaks = self._laid_out(asked, homes, candidate)
             fits = max(peaks.values()) <= asked.cpu_budget
             self._starts[key] = self._begun(asked, candidate, homes, spans, peaks) if fits else None
         return self._starts[key]
@@ -190,12 +199,16 @@ class Placing:
 
     def _everything(self, asked: PlanRequest, candidate: Candidate, homes: Homes, items: list[Item]) -> GreedyFill | None:
         """Returns a fill with everything in RAM, or None if that does not fit."""
-        weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
-        together = zip(self.model.stages, weights, states, strict=True)
+        moved = {(item.kind, stage) for item in items for stage in item.stages}
+        tiers: dict[str, Any] = {
+            kind: tuple("cpu" if (kind, stage) in moved else tier for stage, tier in enumerate(getattr(homes, kind)))
+            for kind in KINDS
+        }
+        everything = replace(homes, **tiers)
+        together = zip(self.model.stages, everything.weights, everything.states, strict=True)
         if sum(stage.weight_bytes for stage, *tiers in together if tiers == ["cpu", "cpu"]) > asked.cpu_budget:
             return None  # quicker than laying it all out
-        everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
-        peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, candidate))
+        _, peaks = self._laid_out(asked, everything, candidate)
         return GreedyFill.of(self._shared, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
     def _fill(self, asked: PlanRequest, candidate: Candidate, start: _Start) -> GreedyFill:
@@ -217,16 +230,9 @@ class Placing:
     def _within(self, filling: GreedyFill, candidate: Candidate) -> tuple[Homes, Layout]:
         """Undoes the last moves until the layout fits. The estimate used before may be slightly too small."""
         while True:
-            spans = self._layout(filling.request, filling.homes, candidate)
-            peaks = host_peaks(self.model, self.hardware, filling.request, spans)
+            spans, peaks = self._laid_out(filling.request, filling.homes, candidate)
             if max(peaks.values()) <= filling.request.cpu_budget or not filling.take_back():
                 return filling.homes, spans
-
-
-def as_chosen(model: ModelSpec, request: PlanRequest, candidate: Candidate) -> PlanRequest:
-    """Returns the request with the candidate's deferred updates and its stages that rest on the device."""
-    asked = replace(request, defer=candidate.defer) if request.clip_grad_norm is None or request.norm_first else request
-    return replace(asked, device_states=stages_filling(model, asked, candidate.there)) if candidate.there else asked
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
@@ -257,7 +263,7 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest)
     )
 
 
-def _assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int) -> Plan:
+def _plan_of(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int) -> Plan:
     """Builds the plan of these spans, with the closed form's figures for one step."""
     device = device_memory(costs.model, request, placed.stages)
     return Plan(
@@ -318,13 +324,6 @@ class _Start:
     nothing: GreedyFill  # homes with nothing in RAM yet
     everything: GreedyFill | None  # homes with everything in RAM; None if that does not fit
     items: tuple[Item, ...]
-
-
-def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
-    """Returns the tiers of one kind if everything that may move to RAM is there."""
-    tiers: tuple[Tier, ...] = getattr(homes, kind)
-    moved = {stage for item in items if item.kind == kind for stage in item.stages}
-    return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
 
 
 def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept) -> Homes:
