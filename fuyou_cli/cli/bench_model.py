@@ -15,11 +15,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +49,6 @@ AGREE = 0.05  # largest difference between the samples' estimates of the whole s
 _DEVIATION = 0.02  # standard deviation of such models' initial weights
 _SHARD = 5 * 10**9  # bytes
 _OF_BLOCK = re.compile(r"\w+ (\S+\.)?\w+\.\d+\b")  # labels of visits: "forward layers.3", "backward layers.3.mlp[0:8]"
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 NAMED = {  # shapes that are shipped
     "8b": "meta-llama/Llama-3.1-8B", "13b": "meta-llama/Llama-2-13b-hf", "70b": "meta-llama/Llama-3.1-70B",
@@ -83,7 +81,7 @@ class Point:
     device_flops: float  # the device's measured rate
     homes: dict[str, str]  # tensor -> the tier where it rests, of most blocks
     estimates: tuple[Estimate, ...]
-    busy: dict[str, float] = field(default_factory=dict)  # resource -> share of the larger sample's step
+    busy: dict[str, float]  # resource -> share of the larger sample's step
 
     @property
     def step_seconds(self) -> float:
@@ -175,7 +173,7 @@ class _Bench:
         micro_batch_size, blocks, samples = plan["numerics"]["micro_batch_size"], self._text.num_hidden_layers, {}
         for number in sorted({min(number, blocks) for number in SAMPLES}):
             write_status(f"training {number} of {blocks} blocks, {some(STEPS, 'step')}")
-            recipe = self._recipe(number, batch_size, homes=homes, train={"micro_batch_size": micro_batch_size})
+            recipe = self._recipe(number, batch_size, homes=homes, micro_batch_size=micro_batch_size)
             _fuyou("finetune", recipe, "--assume-rates")  # what can be known by now was measured for the plan
             samples[number] = read_history(self._scratch / f"{batch_size}-{number}" / LOG)
         larger = samples[max(samples)]
@@ -194,7 +192,7 @@ class _Bench:
         )
 
     def _recipe(
-        self, blocks: int, batch_size: int, *, homes: dict[str, str] | None = None, train: Mapping[str, Any] = NOTHING
+        self, blocks: int, batch_size: int, *, homes: dict[str, str] | None = None, micro_batch_size: int | None = None
     ) -> str:
         """Writes the recipe of a short run that leaves nothing behind elsewhere, its rows, and its model: with weights if it is
         told `homes`. Returns the recipe's path."""
@@ -211,7 +209,9 @@ class _Bench:
         of_run |= {"lr_scheduler": {"name": "constant"}, "checkpoint": {"resume": "never"}, "export": {"at_end": False}}
         of_run["model"] = {**content["model"], **self._model, "name_or_path": str(model)}
         ends = {"epochs": None, "max_time": None, "early_stopping": None, "max_steps": STEPS}
-        of_run["train"] = content.get("train", {}) | ends | {"batch_size": batch_size, **train}
+        of_run["train"] = content.get("train", {}) | ends | {"batch_size": batch_size}
+        if micro_batch_size is not None:
+            of_run["train"]["micro_batch_size"] = micro_batch_size
         limits = {"dir": self._store, "ssd_write_limit": None}
         of_run["offload"] = content.get("offload", {}) | limits | (homes or {})
         path = self._scratch / f"{name}.yaml"
