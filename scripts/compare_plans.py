@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 WORSE = 0.003  # of the objective, at most
-WORTH = 0.05  # share of the step that writing twice as much has to save, as `planner/sparing` has it
+WORTH = 0.05  # share of the step that writing twice as much has to save, as `planner/search` has it
 LEAST_WRITTEN = 0.01  # of all weights and states: fewer bytes need no sparing
 ADAPTER = {"r": 16, "lora_alpha": 32}
 METHODS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

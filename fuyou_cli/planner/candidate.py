@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, prod
 
 from ..spec.model import ModelSpec
 from .boundary_layout import every_operator
-from .fill import SHARES, may_fill
+from .fill import SHARES, TURN, may_fill
 from .memory import bytes_left
 from .plan_request import PlanRequest
 
@@ -17,7 +16,6 @@ _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  #
 _USUAL = (2, 2)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FEWER = (0.8, 0.5, 0.9, 0.65, 0.3, 0.85, 0.95, 0.75, 0.7, 0.6, 0.4)  # values of `Candidate.copied`; of a large model the first
-_GOLDEN = 0.618  # the fractional parts of its multiples fill an interval evenly
 # A value of `Candidate.activations`: keep no outputs, because copying some takes longer than computing them again.
 NONE_KEPT = -1.0
 
@@ -41,17 +39,10 @@ class Candidate:
     there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states), or `TURN`
     copied: float = 1.0  # share of the outputs' bytes that RAM may get, the most FLOPs saved per byte first
 
-    def values(self) -> tuple[tuple[str, object], ...]:
-        """Returns every knob's name and value."""
-        return (
-            ("pipeline", (self.lookahead, self.gradient_slots)), ("states", self.states), ("defer", self.defer),
-            ("activations", self.activations), ("swap", self.swap), ("kept_there", self.kept_there), ("there", self.there),
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Describes all combinations of these values. Each knob's values are sorted by size."""
+    """Describes all combinations of these values. Each knob's values are sorted by size, but for -1, which is no share."""
 
     pipelines: tuple[tuple[int, int], ...]
     states: tuple[float, ...]
@@ -60,76 +51,32 @@ class Family:
     swap: tuple[float, ...]
     kept_there: tuple[float, ...] = (0.0,)
     there: tuple[float, ...] = (0.0,)
-    fewer: tuple[float, ...] = ()  # other values of `Candidate.copied`, which only refining tries
-
-    def __len__(self) -> int:
-        return prod(map(len, (self.pipelines, *self._shares)))
-
-    @property
-    def _shares(self) -> tuple[tuple[float, ...], ...]:
-        """Returns all knobs but the pipelines, in the order of `_candidate`."""
-        return self.states, self.defer, self.activations, self.swap, self.kept_there, self.there
+    fewer: tuple[float, ...] = ()  # other values of `Candidate.copied`
 
     def __iter__(self) -> Iterator[Candidate]:
-        for pipeline, shares in product(self.pipelines, product(*self._shares)):
-            yield _candidate(pipeline, *shares)
-
-    def mixed(self) -> Iterator[Candidate]:
-        """Returns all candidates, ordered so that the first few already vary every knob."""
-        count = len(self)
-        step = next(step for step in range(int(count * _GOLDEN), count + 2) if gcd(step, count) == 1)
-        for number in range(count):
-            left, values = number * step % count, []
-            for knob in self._shares:
-                left, place = divmod(left, len(knob))
-                values.append(knob[place])
-            yield _candidate(self.pipelines[left], *values)
+        """Yields every combination but those with fewer copies."""
+        shares = product(self.states, self.defer, self.activations, self.swap, self.kept_there, self.there)
+        for (ahead, slots), (states, defer, activations, swap, kept_there, there) in product(self.pipelines, shares):
+            yield Candidate(
+                lookahead=ahead, gradient_slots=slots, states=states, defer=defer, activations=activations, swap=swap,
+                kept_there=kept_there, there=there,
+            )  # fmt: skip
 
     def corners(self) -> Iterator[Candidate]:
-        """Returns a few candidates that differ much, with a medium lookahead and number of gradient slots."""
-        middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
-        some = self.defer[: len(self.defer) // 2 + 1]
-        ends = (_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap))
-        for values in product(*ends, self.kept_there[-1:], self.there[:1]):
-            yield _candidate(middle, *values)
+        """Yields a few candidates that differ much, with a medium lookahead and number of gradient slots."""
+        bare = self.bare(_USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2])
+        ends = (dict.fromkeys((values[0], values[-1])) for values in (self.states, self.defer, self.activations, self.swap))
+        for states, defer, activations, swap in product(*ends):
+            yield replace(
+                bare, states=states, defer=bool(defer), activations=activations, swap=swap, kept_there=self.kept_there[-1]
+            )
         for there in self.there[1:]:
-            yield replace(self.bare(middle), there=there)
-
-    def smallest(self) -> Iterator[Candidate]:
-        """Returns candidates with no kept outputs and no deferred updates, from the most memory to the least."""
-        yield from map(self.bare, reversed(self.pipelines))
+            yield replace(bare, there=there)
 
     def bare(self, pipeline: tuple[int, int]) -> Candidate:
         """Returns the candidate that keeps and defers nothing unless the recipe asks for it, and fills RAM in the usual
         order."""
-        return _candidate(pipeline, *(knob[0] for knob in self._shares))
-
-    def lines(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Returns the candidates that differ from this one in one knob."""
-        for lookahead, slots in self.pipelines:
-            yield replace(candidate, lookahead=lookahead, gradient_slots=slots)
-        for knob in ("states", "defer", "activations", "swap", "kept_there", "there"):
-            for value in getattr(self, knob):
-                yield replace(candidate, **{knob: value})
-
-
-def _candidate(
-    pipeline: tuple[int, int],
-    states: float,
-    defer: float,
-    activations: float,
-    swap: float,
-    kept_there: float,
-    there: float,
-) -> Candidate:
-    return Candidate(
-        lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=bool(defer), activations=activations, swap=swap,
-        kept_there=kept_there, there=there,
-    )  # fmt: skip
-
-
-def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
-    return values[:1] if len(values) == 1 else (values[0], values[-1])
+        return next(iter(replace(self, pipelines=(pipeline,))))
 
 
 def pipelines(request: PlanRequest, *, stages: int) -> list[tuple[int, int]]:
@@ -159,13 +106,13 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         activations=(NONE_KEPT, *shares) if can_move and request.boundaries not in ("ssd", "gpu") else (0.0,),
         swap=_SHARES if can_move and request.boundaries not in ("cpu", "gpu") else (0.0,),
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
-        there=SHARES if may_fill(model, request) else (0.0,),
+        there=(SHARES[0], TURN, *SHARES[1:]) if may_fill(model, request) else (0.0,),
         fewer=_FEWER if can_move and request.device != "cpu" and request.boundaries not in ("ssd", "gpu") else (),
     )
 
 
 def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:
-    """Tells whether a step may have a first backward that only measures the norm, so that the second one's updates need not
+    """Whether a step may have a first backward that only measures the norm, so that the second one's updates need not
     wait. It may not if gradients rest for other reasons too, if parameters are frozen, or if a model's code writes into an
     output, which both backwards may be given."""
     return (

@@ -1,42 +1,68 @@
-"""Finds the fastest plan of a family of candidates, by simulation, that is worth the bytes it writes.
+"""Finds a fast plan that is worth the bytes it writes: a descent over the planner's knobs (`Candidate`), by simulation.
 
-Placing a candidate is cheap. It gives a lower bound and an estimate of the step. The likeliest candidate is simulated first.
-When a candidate is the best so far, the other values of each of its knobs are placed and simulated in turn. The search ends
-when no candidate left can be better by its bound, when many simulations in a row found nothing better, or after a fixed amount
-of work that does not depend on the model's size. It reads no clock: the same inputs give the same plan.
+Placing a candidate is cheap. It gives a lower bound and an estimate of the step. Simulating it takes longer, and decides. The
+search begins with a few candidates that differ much, and goes on from the best: it places every other value of a knob, knob
+after knob, and simulates the likeliest. Knobs that hardly help alone are turned together: outputs with sweeps, what rests on
+the device, and at last pipelines with orders of filling RAM. It ends when nothing helps, or after a fixed amount of work that
+does not depend on the model's size. It reads no clock: the same inputs give the same plan.
 
-In a small family every candidate is placed, and usually all are simulated that their bounds do not rule out. Then the best is
-the best of all, and `complete` says so. For a hundred stages a few dozen candidates are placed and eight simulated. On small
-families such a limited search finds a step at most `NEAR` longer than the best (tests/planner/test_search.py).
+Where a first backward may measure the norm for clipping, a second descent begins with the best plan that does so. That computes
+more, but no gradients rest, and updates run beside the second backward as if nothing were clipped.
 
-If the fastest candidate spends drives for little, the candidates that do not are searched in the same way (`sparing`).
+`offload.wear: spare` compares a step's seconds and its bytes: a plan that writes twice as much as another has to be faster by
+WORTH, and one that writes many times as much by twice that. `ignore` compares seconds alone. Steps are compared at the rates
+that the run is planned for (`run_planner`), with the estimated cost of commits where the planner chooses their interval.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
-from ..core.errors import PlanError
 from ..core.process import uncollected
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .boundary_layout import every_operator
-from .candidate import Family, family, sweep_counts
+from .candidate import NONE_KEPT, Candidate, Family, family, may_measure_first, sweep_counts
 from .commit_interval import timed_plan
 from .costs import Costs
-from .place import Placing, asked_with, too_small
-from .plan_request import PlanRequest, WearPolicy
-from .refinement import MOST_REFINED_VISITS, Refinement, left_for_refining
-from .schedule import plan_schedule
-from .search_state import SMALL_STAGES, Alternative, Effort, SearchState
-from .simulate import STEPS
-from .sparing import WORTH, Sparing, cost, spared
+from .place import Placed, Placing, asked_with, too_small
+from .plan_request import PlanRequest
+from .simulate import STEPS, Timeline, simulate
 
-SMALL = 66_000  # stages of all candidates of a small model up to which a whole family is placed, which takes about a second
-NEAR = 0.05  # share of the step; nearly always the search finds the best itself
+WORTH = 0.05  # share of the step that writing twice as much has to save
+LEAST_WRITTEN = 0.01  # of all weights and states: fewer bytes need no sparing
+GAIN = 1e-3  # share of the step that another candidate has to gain
+MOST_PLACED = 8_500  # limit on stages of all candidates placed: some two seconds on an old core, with the simulations
+MOST_VISITS = 12_000  # limit on visits simulated, over all steps
+_FIRST_DESCENT = 0.8  # share of both limits, where a second one measures the norm first
+_LEAST = 4  # simulations that are always allowed, however large the model
+_TRIES = 3  # candidates simulated of those that are placed together; of the first ones one more
+_FAR = 1.04  # times the best; candidates that are expected to be further off are not simulated
+_SMALL = 30  # stages of a model in which a slot is much of the memory
+_LARGE = 60  # stages from which fewer knobs are turned together: a stage is little of the memory
+_AGAIN = 4  # placing a new plan costs this many times as much as placing a candidate that leads to a known plan
+_LITTLE = 0.02  # of the step: what kept outputs save at least where a processor computes with frozen weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Alternative:
+    """Describes a candidate that was simulated. Seconds are per step."""
+
+    candidate: Candidate
+    plan: Plan
+    commits: float  # seconds of a step that commits take, if they are more than a step apart
+    timeline: Timeline  # without such commits
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.step_seconds + self.commits
+
+    @property
+    def written(self) -> int:
+        return self.plan.predicted.written_per_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,120 +70,22 @@ class SearchResult:
     """Holds what a search found."""
 
     best: Alternative
-    fastest: Alternative  # whatever it writes; `offload.wear: ignore` takes this one
-    others: tuple[Alternative, ...]  # simulated ones first, then by bound
-    complete: bool  # no candidate of the family is better
+    fastest: Alternative  # whatever it writes
+    others: tuple[Alternative, ...]
     placed: int  # stages of all candidates placed
     visits: int  # visits simulated
     costs: Costs = field(repr=False, compare=False)  # with what simulations found out: another one of these candidates is quick
 
 
-def search(
-    model: ModelSpec,
-    hardware: HardwareProfile,
-    request: PlanRequest,
-    *,
-    effort: Effort | None = None,
-    candidates: Family | None = None,
-) -> SearchResult:
-    """Finds the best candidate and those that lost. Raises PlanError if nothing fits.
-
-    `effort`: "limited" places and simulates few candidates, "placed" places all, "exhaustive" simulates all that may be the
-    best. `candidates`: a part of the family, to look at nothing else.
-    """
-    return _search(Placing(model, hardware, request), effort, candidates or family(model, request))
-
-
-def _search(placing: Placing, effort: Effort | None, candidates: Family) -> SearchResult:
-    model, hardware, request = placing.model, placing.hardware, placing.asked
-    if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
-        candidates = replace(candidates, activations=(0.0,), swap=candidates.swap[:1], fewer=())
-    stages = len(model.stages)
-    is_small = stages <= SMALL_STAGES and len(candidates) * stages <= SMALL
-    effort = effort or ("placed" if is_small else "limited")
-    # Plans without room on disk or device come second; the caller, who knows what is there already, refuses them with a clear
-    # error.
-    left = left_for_refining(model, request, candidates)
-    for with_room in (True, False):
-        looking = SearchState(
-            placing=placing, pipelines=candidates.pipelines, with_room=with_room, effort=effort, for_refining=left
-        )
-        with uncollected():
-            complete = _explored(looking, candidates)
-            if looking.best is not None:
-                return _refined(looking, candidates, _found(looking, candidates, complete=complete))
-    in_sweeps = _in_sweeps(placing, effort, candidates)
-    if in_sweeps is None:
-        raise too_small(model, hardware, request)
-    return in_sweeps
-
-
-def _in_sweeps(placing: Placing, effort: Effort | None, candidates: Family) -> SearchResult | None:
-    """Returns the best plan of several sweeps, whose fewer rows take less memory. It tries numbers of sweeps in order until one
-    is no better, or its simulations would take long. None: none fits."""
-    request, model, hardware, seen = placing.asked, placing.model, placing.hardware, list[SearchResult]()
-    for count in sweep_counts(model, request)[1:]:
-        if seen and STEPS * 2 * len(model.stages) * count > MOST_REFINED_VISITS:
-            break
-        with suppress(PlanError):
-            found = _search(Placing(model, hardware, replace(request, sweeps=count)), effort, candidates)
-            seen.append(_of_ways(found, sweeps=count))
-        if len(seen) > 1 and _best_of(seen, request.wear) is not seen[-1]:
-            break
-    return _best_of(seen, request.wear) if seen else None
-
-
-def _best_of(seen: list[SearchResult], policy: WearPolicy) -> SearchResult:
-    limit = (1 + WORTH) * min(found.best.seconds for found in seen)
-    return min((found for found in seen if found.best.seconds <= limit), key=lambda found: cost(found.best, policy))
-
-
-def _of_ways(found: SearchResult, **way: Any) -> SearchResult:
-    """Returns the result of a search with this number of sweeps or with free pages, for a request that leaves it open."""
-    best, fastest, *others = (
-        replace(one, candidate=replace(one.candidate, **way)) for one in (found.best, found.fastest, *found.others)
-    )
-    fastest = best if found.fastest is found.best else fastest
-    return replace(found, best=best, fastest=fastest, others=tuple(others), complete=False)
+def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
+    """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
+    found = search(model, hardware, request)
+    return found, timed(found.best, model, hardware, request, costs=found.costs)
 
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
     """Returns the best candidate's plan, with what its step takes. Raises PlanError if nothing fits."""
     return search_timed(model, hardware, request)[1]
-
-
-def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
-    """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
-    found = _in_either_way(model, hardware, request)
-    return found, timed(found.best, model, hardware, request, costs=found.costs)
-
-
-def _in_either_way(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> SearchResult:
-    """Searches with room for the heap's free pages and without, where activations are in RAM. Without it everything else has
-    more, and blocks take longer."""
-    if request.device != "cpu" or request.free_pages:
-        return search(model, hardware, request)
-    seen = list[SearchResult]()
-    with suppress(PlanError):
-        seen.append(_of_ways(search(model, hardware, replace(request, free_pages=True)), free_pages=True))
-        if not _may_be_faster(seen[0], model, hardware, request):
-            return seen[0]
-    try:
-        seen.append(search(model, hardware, request))
-    except PlanError:
-        if not seen:
-            raise
-    return _best_of(seen, request.wear)
-
-
-def _may_be_faster(roomy: SearchResult, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> bool:
-    """Tells whether a plan without room for free pages may be faster than this one with it: whether computing alone, with
-    every output kept and the pages faulted in, takes less time. Searching for it takes as long again."""
-    plan, candidate = roomy.best.plan, replace(roomy.best.candidate, free_pages=False)
-    stages = tuple(replace(stage, kept=kept) for stage, kept in zip(plan.stages, every_operator(model), strict=True))
-    schedule = plan_schedule(model, replace(plan, stages=stages))
-    costs = Costs.of(model, hardware, asked_with(request, candidate))
-    return sum(costs.seconds_of(schedule.visits, stages)) < roomy.best.seconds
 
 
 def timed(
@@ -168,63 +96,265 @@ def timed(
     return timed_plan(model, hardware, found.plan, chosen=chosen, step=found.timeline, costs=costs)
 
 
-def _found(every: SearchState, candidates: Family, *, complete: bool) -> SearchResult:
-    """Returns the fastest candidate, or the one taken instead to spare the drives."""
-    fastest, policy = every.cheapest(), every.placing.request.wear
-    best, placed, visits = fastest, every.placed, every.visits
-    sparing = Sparing(every.placing, candidates, fastest)
-    if policy == "spare" and sparing.spends(fastest.candidate, fastest.plan):
-        frugal = every.among(sparing.allows)
-        complete = _explored(frugal, sparing.family) and complete
-        best = spared(every, frugal)
-        every.learn_from(frugal)
-        placed, visits = placed + frugal.placed, visits + frugal.visits
-    return SearchResult(
-        best=best,
-        fastest=fastest,
-        others=every.others(best),
-        complete=complete,
-        placed=placed,
-        visits=visits,
-        costs=every.placing.costs,
-    )
+def search(
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, candidates: Family | None = None
+) -> SearchResult:
+    """Finds the best candidate and those that lost. Raises PlanError if nothing fits. `candidates`: a part of the family, to
+    look at nothing else."""
+    knobs = candidates or family(model, request)
+    if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
+        knobs = replace(knobs, activations=(0.0,), swap=knobs.swap[:1], fewer=())
+    # Plans without room on disk or device come second; the caller, who knows what is there already, refuses them with a clear
+    # error.
+    for with_room in (True, False):
+        with uncollected():
+            if (found := _Search(model, hardware, request, knobs, with_room).run()) is not None:
+                return found
+    raise too_small(model, hardware, request)
 
 
-def _refined(every: SearchState, candidates: Family, found: SearchResult) -> SearchResult:
-    """Returns the result with what refining the best finds: a faster plan, or one that `offload.wear` prefers."""
-    refined = Refinement(every.placing, candidates, found.best, found.fastest, every.with_room)
-    refined.refine()
-    if not refined.seen:
+class _Search:
+    """Holds what a search has seen so far. Each candidate is placed once, and each plan is simulated once."""
+
+    def __init__(
+        self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, knobs: Family, with_room: bool
+    ) -> None:
+        self.model, self.hardware, self.request, self.knobs = model, hardware, request, knobs
+        self.with_room = with_room  # accept only plans that disk and device have room for
+        self.sweeps = sweep_counts(model, request)
+        self.free_pages = (True, False) if request.device == "cpu" and not request.free_pages else (False,)
+        self.here: Alternative | None = None  # where the descent is
+        self.placed = self.visits = 0
+        self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
+        self._placings: dict[tuple[int, bool, bool], Placing] = {}  # by sweeps, `norm_first` and `free_pages`
+        self._candidates: dict[Candidate, Placed | None] = {}
+        self._plans: set[Placed] = set()
+        self._simulated: dict[Placed, Alternative] = {}
+        self._longer: dict[tuple[int, int], list[float]] = {}  # pipeline -> ratios of simulated steps to estimates
+        self._floor = max(1, int(LEAST_WRITTEN * sum(stage.weight_bytes + stage.state_bytes for stage in model.stages)))
+
+    def run(self) -> SearchResult | None:
+        """Returns None if nothing fits."""
+        measures = self.request.norm_first is None and may_measure_first(self.model, self.request)
+        if measures:
+            self._most_placed, self._most_visits = int(_FIRST_DESCENT * MOST_PLACED), int(_FIRST_DESCENT * MOST_VISITS)
+        if (best := self._descend_from(self._starts())) is None:
+            return None
+        if measures:
+            self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
+            best = self._measuring_first(best)
+        fastest = min((best, *self._simulated.values()), key=lambda one: one.seconds)
+        if self._is_better(fastest, best):  # each move was worth it, but not all of them together
+            best = fastest
+        if any(stage.kept for stage in best.plan.stages):
+            best = self._without_little(best)
+        return SearchResult(
+            best=best, fastest=fastest, others=tuple(one for one in self._simulated.values() if one is not best),
+            placed=self.placed, visits=self.visits, costs=self._placing(best.candidate).costs,
+        )  # fmt: skip
+
+    def _starts(self) -> Iterator[list[Candidate]]:
+        """Yields candidates that differ much, then those that take less and less memory: in one sweep, else in the fewest."""
+        for count in self.sweeps:
+            corners = product(self.knobs.corners(), self.free_pages)
+            yield [replace(corner, sweeps=count, free_pages=free) for corner, free in corners]
+            for pipeline in reversed(self.knobs.pipelines):
+                yield [replace(self.knobs.bare(pipeline), sweeps=count)]
+
+    def _descend_from(self, starts: Iterable[list[Candidate]], rival: Alternative | None = None) -> Alternative | None:
+        """Returns the best that a descent comes to from the first starts that fit, if any does. `rival`: a start that is far
+        worse is not taken."""
+        self.here = None
+        for start in starts:
+            self._try(start, tries=_TRIES + 1, rival=rival)
+            if self.here is not None:
+                break
+        while self.here is not None:
+            before = self.here
+            for moves in (self._one_knob, self._two_knobs):
+                moves()
+            if self.here is before:
+                break
+        return self.here
+
+    def _measuring_first(self, best: Alternative) -> Alternative:
+        """Returns the best plan that measures the norm first, if it is better than this one. RAM is filled anew for it, and
+        with one slot for gradients no update would run beside the next visit."""
+        self.knobs = knobs = replace(family(self.model, replace(self.request, norm_first=True)), pipelines=self.knobs.pipelines)
+        self.sweeps = (1,)
+        first = replace(
+            best.candidate, norm_first=True, sweeps=1, defer=False, activations=knobs.activations[0], swap=knobs.swap[0],
+            kept_there=knobs.kept_there[-1], there=knobs.there[-1], copied=1.0,
+        )  # fmt: skip
+        pipelines = [pair for pair in knobs.pipelines if pair[1] > 1][:1]
+        if len(self.model.stages) <= _SMALL:
+            pipelines = list(knobs.pipelines)
+        starts = [first, *(_with_pipeline(first, pair) for pair in pipelines)]
+        orders = product(starts, knobs.states, self.free_pages)
+        start = [replace(one, states=states, free_pages=free) for one, states, free in orders]
+        found = self._descend_from([start], rival=best)
+        return found if found is not None and self._is_better(found, best) else best
+
+    def _without_little(self, best: Alternative) -> Alternative:
+        """Returns the plan without kept outputs where they save a processor little. What they cost beside copies is in no rate:
+        an adapter's thin products are many, and in full RAM the heap gives its pages back after each visit."""
+        frozen = self.hardware.device == "cpu" and any(stage.frozen_flops for stage in self.model.stages)
+        candidate = replace(best.candidate, activations=NONE_KEPT, swap=0.0)
+        placed = self._place(candidate) if frozen and self.request.kept is None else None
+        if placed is None or not self._has_room(placed) or placed.plan.predicted.written_per_step > best.written:
+            return best
+        plain = self._simulate(placed, candidate)
+        return plain if plain is not None and plain.seconds <= best.seconds * (1 + _LITTLE) else best
+
+    # ---- moves -----------------------------------------------------------------------------------------------------------
+
+    def _one_knob(self) -> None:
+        """Turns one knob after the other, each from where the one before has led. Some turn two that belong together."""
+        knobs = self.knobs
+        self._try(self._pipelines(len(knobs.pipelines)))
+        self._try(self._with(states=knobs.states))
+        self._try(self._with(defer=knobs.defer))
+        self._try(self._with(activations=knobs.activations))
+        self._try(self._with(swap=knobs.swap))
+        self._try(self._with(kept_there=knobs.kept_there, there=knobs.there))
+        self._try(self._fewer_copies())
+        before = None
+        while self.here is not before:
+            before = self.here
+            self._try(self._other_sweeps())
+        self._try(self._with(free_pages=self.free_pages))
+
+    def _two_knobs(self) -> None:
+        knobs, is_large = self.knobs, len(self.model.stages) > _LARGE
+        pipelines = self._pipelines(1 if is_large else 2)
+        self._try([replace(one, states=states) for one in pipelines for states in knobs.states])
+        self._try(self._with(sweeps=self._near_sweeps(), states=knobs.states))
+        if not is_large:
+            self._try(self._with(activations=knobs.activations, swap=knobs.swap))
+            self._try(self._with(activations=knobs.activations, states=knobs.states))
+            self._try(self._with(activations=knobs.activations, there=knobs.there))
+            self._try(self._with(free_pages=self.free_pages, activations=knobs.activations))
+            swaps = product(self._pipelines(2), knobs.swap, self.free_pages)
+            self._try([replace(one, swap=swap, free_pages=free) for one, swap, free in swaps])
+
+    def _with(self, **knobs: Iterable[Any]) -> list[Candidate]:
+        """Returns the candidate here with every combination of these values."""
+        assert self.here is not None
+        here = self.here.candidate
+        return [replace(here, **dict(zip(knobs, values, strict=True))) for values in product(*knobs.values())]
+
+    def _pipelines(self, near: int) -> list[Candidate]:
+        """Returns the candidate here with the pipelines that are at most so many places off."""
+        assert self.here is not None
+        here, every = self.here.candidate, self.knobs.pipelines
+        place = every.index((here.lookahead, here.gradient_slots))
+        return [_with_pipeline(here, pair) for pair in every[max(0, place - near) : place + near + 1]]
+
+    def _fewer_copies(self) -> list[Candidate]:
+        """Copies may take longer than compute. Then the outputs that save least per byte are better computed again."""
+        assert self.here is not None
+        if not any(stage.kept for stage in self.here.plan.stages):
+            return []
+        shares = dict.fromkeys((max(0.0, self.here.candidate.activations), self.knobs.activations[-1]))
+        return self._with(swap=(0.0,), activations=shares, copied=self.knobs.fewer)
+
+    def _other_sweeps(self) -> list[Candidate]:
+        """With more sweeps over the model each has fewer rows. So less rests from forward to backward, RAM has room for other
+        things, and the device may have room for the batch. But weights and gradients move once more per sweep, and updates run
+        only beside the first forward and the last backward."""
+        assert self.here is not None
+        kept = [share for share in (NONE_KEPT, 0.0, 0.5, 1.0) if share in self.knobs.activations]
+        return self._with(sweeps=self._near_sweeps(), activations=kept, kept_there=self.knobs.kept_there)
+
+    def _near_sweeps(self) -> list[int]:
+        assert self.here is not None
+        place = self.sweeps.index(self.here.candidate.sweeps)
+        return [self.sweeps[other] for other in (place - 1, place + 1, place + 2) if 0 <= other < len(self.sweeps)]
+
+    def _try(self, candidates: Iterable[Candidate], *, tries: int = _TRIES, rival: Alternative | None = None) -> None:
+        """Places these candidates, simulates the likeliest, and goes on from the best of them if it is better."""
+        found: dict[Placed, Candidate] = {}
+        for candidate in candidates:
+            placed = self._place(candidate)
+            if placed is not None and placed not in self._simulated and placed not in found and self._has_room(placed):
+                found[placed] = candidate
+        expected = {placed: self._expected(placed, candidate) for placed, candidate in found.items()}
+        for placed in sorted(found, key=lambda placed: (expected[placed], found[placed]))[:tries]:
+            beside = self.here or rival
+            if beside is not None:
+                cost = self._cost(beside.seconds, beside.written)
+                written = placed.plan.predicted.written_per_step
+                if expected[placed] > _FAR * cost or self._cost(placed.bound, written) > cost:
+                    continue
+            tried = self._simulate(placed, found[placed])
+            if tried is not None and (self.here is None or self._is_better(tried, self.here)):
+                self.here = tried
+
+    # ---- comparing -------------------------------------------------------------------------------------------------------
+
+    def _is_better(self, one: Alternative, other: Alternative) -> bool:
+        """Whether a plan is better than another by so much that it counts."""
+        if self.request.wear == "ignore":
+            return one.seconds < other.seconds * (1 - GAIN)
+        least = max(self._floor, min(one.written, other.written))
+        costs = [each.seconds * (1 + 2 * WORTH * (1 - least / max(least, each.written))) for each in (one, other)]
+        return costs[0] < costs[1] * (1 - GAIN)
+
+    def _cost(self, seconds: float, written: int) -> float:
+        """Returns about what `_is_better` compares, for one plan alone: a percent of the bytes is worth a tenth of one of the
+        step."""
+        return seconds if self.request.wear == "ignore" else seconds * max(written, self._floor) ** (2 * WORTH)
+
+    def _expected(self, placed: Placed, candidate: Candidate) -> float:
+        """Estimates ignore waits for slots, so steps are longer: as they were with this pipeline, or the nearest one known."""
+        pairs = self.knobs.pipelines
+        place = pairs.index((candidate.lookahead, candidate.gradient_slots))
+        known = [self._longer[pair] for pair in (*pairs[place:], *reversed(pairs[:place])) if pair in self._longer]
+        longer = sum(known[0]) / len(known[0]) if known else 1.0
+        return self._cost(max(placed.bound, placed.estimate * longer), placed.plan.predicted.written_per_step)
+
+    # ---- work ------------------------------------------------------------------------------------------------------------
+
+    def _placing(self, candidate: Candidate) -> Placing:
+        order = (candidate.sweeps, candidate.norm_first, candidate.free_pages)
+        if order not in self._placings:
+            self._placings[order] = Placing(self.model, self.hardware, asked_with(self.request, candidate))
+        return self._placings[order]
+
+    def _place(self, candidate: Candidate) -> Placed | None:
+        """Returns the plan of this candidate, or None if it does not fit or there was too much work already."""
+        if candidate in self._candidates:
+            return self._candidates[candidate]
+        stages = len(self.model.stages)
+        if self.placed + stages > self._most_placed:
+            return None
+        placed = self._candidates[candidate] = self._placing(candidate).placed(candidate)
+        is_new = placed is not None and placed not in self._plans
+        self.placed += stages if is_new else -(-stages // _AGAIN)
+        if placed is not None:
+            self._plans.add(placed)
+        return placed
+
+    def _has_room(self, placed: Placed) -> bool:
+        return not self.with_room or self.request.has_room_for(placed.plan, self.hardware)
+
+    def _simulate(self, placed: Placed, candidate: Candidate) -> Alternative | None:
+        """Returns None if there was too much work already."""
+        if placed in self._simulated:
+            return self._simulated[placed]
+        visits = STEPS * len(placed.schedule.visits)
+        if self.visits + visits > self._most_visits and len(self._simulated) >= _LEAST:
+            return None
+        self.visits += visits
+        costs = self._placing(candidate).costs
+        timeline = simulate(self.model, self.hardware, placed.plan, placed.schedule, costs=costs, jobs=False)
+        found = Alternative(candidate=candidate, plan=placed.plan, commits=placed.commits, timeline=timeline)
+        self._simulated[placed] = found
+        if placed.estimate:
+            pipeline = (candidate.lookahead, candidate.gradient_slots)
+            self._longer.setdefault(pipeline, []).append(found.seconds / placed.estimate)
         return found
-    lost = [*refined.seen, found.best, *found.others]
-    return replace(
-        found,
-        best=refined.best,
-        fastest=min((found.fastest, *refined.seen), key=lambda one: one.seconds),
-        others=tuple(one for one in lost if one is not refined.best),
-        complete=False,
-        placed=found.placed + refined.placed,
-        visits=found.visits + refined.visits,
-    )
 
 
-def _explored(looking: SearchState, candidates: Family) -> bool:
-    """Searches the family, likeliest candidates first. Returns whether no other candidate of it can be better than the best."""
-    looking.place(candidates.corners() if looking.effort == "limited" else candidates)
-    if not looking.pool:
-        looking.place_one(candidates.smallest())
-    if not looking.pool:
-        return False
-    spread = False
-    while looking.is_patient():
-        found, promising = looking.likeliest()
-        if not promising and looking.look_around(candidates):
-            continue
-        if not promising and not spread:
-            looking.place(candidates.mixed())
-            spread = True
-            continue
-        if found is None or not looking.may_simulate():
-            break
-        looking.simulate(found)
-    return looking.knows_all_of(candidates)
+def _with_pipeline(candidate: Candidate, pipeline: tuple[int, int]) -> Candidate:
+    return replace(candidate, lookahead=pipeline[0], gradient_slots=pipeline[1])

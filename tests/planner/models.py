@@ -15,6 +15,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import STAGE_ALIGN, Dtype, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec, banks_of
 from fuyou_cli.spec.plan import Numerics
 
+NEAR = 0.05  # share of the step that a search may miss
 HARDWARE = HardwareProfile(
     device="cpu", device_name="test", cores=2, ram_total=64 * GiB, ram_available=60 * GiB, process_bytes=300 * MiB,
     device_memory=0, disk_free=1 << 44, matmul_flops=1e12, store_read=2e9, store_write=1e9, store_read_mixed=1.2e9,

@@ -15,11 +15,10 @@ from fuyou_cli.core.units import MiB, parse_size
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import WORTH_WRITING, PlanRequest, least_budget_to_rest, rest_in_ram, ways_to_rest
 from fuyou_cli.planner.run_planner import RunPlanner
-from fuyou_cli.planner.search import NEAR
 from fuyou_cli.spec.model import ModelSpec, banks_of
 from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, NUMERICS, model
+from .models import HARDWARE, NEAR, NUMERICS, model
 
 
 def adapted(blocks: int, frozen: int, trained: int) -> ModelSpec:

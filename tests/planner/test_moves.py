@@ -1,9 +1,8 @@
-"""The planner takes several sweeps where the simulated step is shorter, and looks for them within a fixed amount of work."""
+"""Which moves the search finds: several sweeps, fewer copies, the norm first, updates in the next forward."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 from drawn import examples
@@ -13,14 +12,11 @@ from hypothesis import strategies as st
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.candidate import Candidate, family, sweep_counts
-from fuyou_cli.planner.place import Placing, least_memory, made_of
+from fuyou_cli.planner.place import least_memory, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.refinement import MOST_COPIES_PLACED, MOST_REFINED_VISITS, Refinement, left_for_refining
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import search, timed
-from fuyou_cli.planner.search_state import GAIN, MOST_PLACED
-from fuyou_cli.planner.simulate import STEPS, simulate
-from fuyou_cli.planner.sparing import WORTH, seconds_and_bytes
+from fuyou_cli.planner.search import GAIN, WORTH, search, timed
+from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Numerics
@@ -52,7 +48,6 @@ def test_boundaries_that_have_no_room_are_worth_sweeps() -> None:
     assert plan.predicted.cpu_peak <= request.cpu_budget
     boundaries = [sum(alternative.plan.predicted.written_by["boundaries"] for alternative in (f.best,)) for f in (one, found)]
     assert boundaries[1] < boundaries[0]
-    assert any(alternative.candidate == one.best.candidate for alternative in found.others)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_each_number_is_at_least_twice_the_one_before() -> None:
 
 @examples(12)
 @given(data=st.data(), spec=models(blocks=2))
-def test_never_slower_without_fewer_writes_never_more_written_and_bounded(data: st.DataObject, spec: ModelSpec) -> None:
+def test_more_choices_are_never_slower_without_fewer_writes(data: st.DataObject, spec: ModelSpec) -> None:
     spec = replace(spec, may_sweep=not spec.tied_head)
     request = replace(data.draw(request_for(spec, pinned=False)), wear=data.draw(st.sampled_from(["spare", "ignore"])))
     micro_batches = data.draw(st.sampled_from([2, 2, 4, 4, 6, 16]))  # numbers of sweeps are their divisors, and each costs
@@ -88,17 +83,13 @@ def test_never_slower_without_fewer_writes_never_more_written_and_bounded(data: 
         request, cpu_budget=least_memory(spec, HARDWARE, replace(request, sweeps=1)) + data.draw(st.integers(0, 300)) * MiB
     )
     candidates = data.draw(parts(family(spec, request)))
-    found = search(spec, HARDWARE, request, effort="limited", candidates=candidates)
+    found = search(spec, HARDWARE, request, candidates=candidates)
     narrower = data.draw(st.sampled_from([{"sweeps": 1, "norm_first": False}, {"norm_first": False}]))
-    one = search(spec, HARDWARE, replace(request, **narrower), effort="limited", candidates=candidates)
-    if request.wear == "ignore":
-        assert found.best.seconds <= one.best.seconds
-    else:
-        longest = max(one.best.seconds, found.fastest.seconds * (1 + WORTH))
-        assert found.best.seconds <= longest
-        assert found.best.seconds < one.best.seconds or seconds_and_bytes(found.best) <= seconds_and_bytes(one.best)
-        assert found.best.plan.predicted.written_per_step <= one.best.plan.predicted.written_per_step
-    assert found.visits - one.visits <= 1.5 * MOST_REFINED_VISITS
+    one = search(spec, HARDWARE, replace(request, **narrower), candidates=candidates)
+    seconds, written = one.best.seconds, one.best.written
+    if request.wear == "ignore" or found.best.written >= written:
+        assert found.best.seconds <= seconds * (1 + GAIN)
+    assert found.best.seconds <= seconds * (1 + 2 * WORTH + GAIN)
     assert found.best.plan.predicted.cpu_peak <= request.cpu_budget
 
 
@@ -232,8 +223,8 @@ def test_measuring_first_has_two_slots_for_gradients() -> None:
     one = replace(family(spec, asked), pipelines=((1, 1), (1, 2)), states=(0.0,), activations=(-1.0,), swap=(0.0,))
     waits = search(spec, hardware, replace(asked, norm_first=False), candidates=one).best
     found = search(spec, hardware, asked, candidates=one).best
-    assert (waits.candidate.gradient_slots, found.candidate.gradient_slots) == (1, 2)
-    assert found.candidate.norm_first and found.seconds < 0.8 * waits.seconds
+    assert (found.candidate.norm_first, found.candidate.gradient_slots) == (True, 2)
+    assert found.seconds < 0.8 * waits.seconds
 
 
 def test_measuring_first_in_a_small_model_tries_all_orders_with_all_pipelines() -> None:
@@ -248,7 +239,7 @@ def test_measuring_first_in_a_small_model_tries_all_orders_with_all_pipelines() 
     every = family(spec, request)
     one = replace(every, pipelines=((1, 1), (1, 2)), states=(0.0,), activations=(-1.0,), swap=(0.0,))
     less, more = (
-        search(spec, HARDWARE, replace(request, cpu_budget=request.cpu_budget + spare * MiB), effort="limited", candidates=one)
+        search(spec, HARDWARE, replace(request, cpu_budget=request.cpu_budget + spare * MiB), candidates=one)
         for spare in (0, 12)
     )
     assert less.best.candidate.norm_first and more.best.candidate.norm_first
@@ -267,69 +258,11 @@ def test_in_a_small_model_one_order_far_off_does_not_rule_out_the_others() -> No
     one = replace(every, pipelines=((1, 1),), activations=(-1.0,), swap=(0.0,))
     hardware = replace(HARDWARE, **rates)
     less, more = (
-        search(spec, hardware, replace(request, cpu_budget=request.cpu_budget + spare * MiB), effort="limited", candidates=one)
+        search(spec, hardware, replace(request, cpu_budget=request.cpu_budget + spare * MiB), candidates=one)
         for spare in (0, 18)
     )
     assert less.best.candidate.norm_first and more.best.candidate.norm_first
     assert more.best.seconds < less.best.seconds
-
-
-def _refined(hardware: HardwareProfile, request: PlanRequest, *, written: float | None = None, visits: int = 0) -> Refinement:
-    """Refines the best plan of one sweep, as if it wrote so many bytes and so many visits had been simulated."""
-    best = search(SPEC, hardware, replace(request, sweeps=1, norm_first=False)).best
-    if written is not None:
-        plan = replace(best.plan, predicted=replace(best.plan.predicted, written_per_step=written))
-        best = replace(best, plan=plan)
-    refined = Refinement(Placing(SPEC, hardware, request), family(SPEC, request), best, best, False, visits=visits)
-    refined.refine()
-    return refined
-
-
-def test_what_writes_more_is_not_simulated_where_writes_count() -> None:
-    hardware, request = _bound_by_drives(32)
-
-    def written(request: PlanRequest, allowed: float | None = None) -> set[float]:
-        return {found.plan.predicted.written_per_step for found in _refined(hardware, request, written=allowed).seen}
-
-    request = replace(request, sweeps=None, wear="spare")
-    least, most = min(written(request)), max(written(request))
-    assert least < most < 1.1 * least
-    assert written(request, least) == {least}
-    assert written(replace(request, wear="ignore"), least) == {least, most}
-
-
-def test_nothing_is_simulated_past_the_limit() -> None:
-    request = replace(_request(), clip_grad_norm=None)
-    assert _refined(HARDWARE, request).seen
-    assert not _refined(HARDWARE, request, visits=MOST_REFINED_VISITS).seen
-
-
-@examples(4)
-@given(
-    blocks=st.integers(60, 400), clip=st.sampled_from([None, 1.0]), spare=st.sampled_from([1, 16]),
-    device=st.sampled_from(["cpu", "emulated"]),
-)  # fmt: skip
-def test_refining_does_so_much_and_no_more(
-    blocks: int, clip: float | None, spare: int, device: Literal["cpu", "emulated"]
-) -> None:
-    """However many stages a model has, and however much there is to try: fewer copies, sweeps, and with clipping the norm first
-    as well."""
-    large = 16 * UNIT
-    spec = replace(model(large, *[large] * blocks, 1 << 11, large), may_sweep=True)
-    request = replace(
-        _request(replace(LARGE_BATCH, accumulate_dtype="bfloat16")), kept=None, clip_grad_norm=clip, device=device
-    )
-    request = replace(request, cpu_budget=least_memory(spec, HARDWARE, replace(request, sweeps=1)) + spare * GiB)
-    every = family(spec, request)
-    one = replace(every, **{knob: getattr(every, knob)[:1] for knob in ("pipelines", "states", "defer", "activations", "swap")})
-    best = search(spec, HARDWARE, replace(request, sweeps=1, norm_first=False), candidates=one).best
-    refined = Refinement(Placing(spec, HARDWARE, request), every, best, best, False)
-    refined.refine()
-    left = left_for_refining(spec, request, every)
-    copies = MOST_COPIES_PLACED if device != "cpu" else 0
-    assert refined.placed <= left + copies and left <= MOST_PLACED / 4
-    assert copies or bool(refined.placed) == (len(spec.stages) <= left)
-    assert refined.visits <= 1.5 * MOST_REFINED_VISITS + 2 * STEPS * copies
 
 
 def _step(hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> float:
