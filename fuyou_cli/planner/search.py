@@ -43,6 +43,7 @@ _TRIES = 3  # candidates simulated of those that are placed together; of the fir
 _FAR = 1.04  # times the best; candidates that are expected to be further off are not simulated
 _SMALL = 30  # stages of a model in which a slot is much of the memory
 _LARGE = 60  # stages from which fewer knobs are turned together: a stage is little of the memory
+_FEW = 5_000  # stages of all candidates up to which all of them are placed
 _AGAIN = 4  # placing a new plan costs this many times as much as placing a candidate that leads to a known plan
 _LITTLE = 0.02  # of the step: what kept outputs save at least where a processor computes with frozen weights
 
@@ -236,6 +237,13 @@ class _Search:
             self._try(self._with(free_pages=self.free_pages, activations=knobs.activations))
             swaps = product(self._pipelines(2), knobs.swap, self.free_pages)
             self._try([replace(one, swap=swap, free_pages=free) for one, swap, free in swaps])
+
+        if len(every := list(knobs)) * len(self.model.stages) <= _FEW:
+            assert self.here is not None
+            here = self.here.candidate
+            rest = product(every, dict.fromkeys((here.sweeps, *self._near_sweeps())), self.free_pages)
+            ways = [replace(one, sweeps=count, free_pages=free, norm_first=here.norm_first) for one, count, free in rest]
+            self._try(ways, tries=_TRIES * 4)
 
     def _with(self, **knobs: Iterable[Any]) -> list[Candidate]:
         """Returns the candidate here with every combination of these values."""
