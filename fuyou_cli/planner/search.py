@@ -149,6 +149,7 @@ class _Search:
             best = fastest
         if any(stage.kept for stage in best.plan.stages):
             best = self._without_little(best)
+        fastest = best if self.request.wear == "ignore" else fastest
         return SearchResult(
             best=best, fastest=fastest, others=tuple(one for one in self._simulated.values() if one is not best),
             placed=self.placed, visits=self.visits, costs=self._placing(best.candidate).costs,

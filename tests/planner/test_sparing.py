@@ -20,9 +20,7 @@ from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.run_planner import RunPlanner
-from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import GAIN, LEAST_WRITTEN, WORTH, search, search_timed, timed
-from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.search import GAIN, LEAST_WRITTEN, WORTH, search, timed
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
@@ -69,10 +67,8 @@ def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[Model
     assert spared.best.plan.predicted.written_per_step < 97 * 10**9
     assert spared.best.seconds < 110, "at the rates that last, 9 s of it for gradients that 64 micro-batches add on the GPU"
     assert spared.best.seconds <= spared.fastest.seconds * (1 + TWENTIETH)
-    at_first = search(model, hardware, replace(request, wear="ignore", sustained=False))
-    assert swapped(model, at_first.best.plan) > 180 * 10**9
-    assert at_first.best.seconds < 105  # 94.1 seen; since then a cut embedding's rows cross once per piece, and the GPU adds
-    assert 160 < lasting_step(model, hardware, at_first.best.plan) < 180
+    at_first = search(model, hardware, replace(request, wear="ignore", sustained=False)).best
+    assert at_first.seconds < 105
 
 
 def swapped(model: ModelSpec, plan: Plan) -> int:
@@ -80,12 +76,6 @@ def swapped(model: ModelSpec, plan: Plan) -> int:
     micro_batches = plan.numerics.batch_size // plan.numerics.micro_batch_size
     there = (stage for stage in plan.stages if stage.boundary == "ssd")
     return sum(micro_batches * kept_bytes(model.stages[stage.stage], stage.kept) for stage in there)
-
-
-def lasting_step(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> float:
-    """Seconds of a step at the rates that last."""
-    later = replace(plan, sustained=True)
-    return simulate(model, hardware, later, plan_schedule(model, later)).step_seconds
 
 
 # ---- what holds of any -----------------------------------------------------------------------------------------------
@@ -156,12 +146,12 @@ def test_a_length_that_nobody_knows_is_planned_for_the_rates_that_last(
 
 @pytest.mark.slow
 def test_what_was_not_done_is_said(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
-    """Says it with the figures of the very plan that `ignore` takes."""
+    """Says it with the figures of the fastest plan that the search has seen."""
     model, hardware, request = seen
     asked = replace(request, clip_grad_norm=1.0, sustained=False)
     found = search(model, hardware, asked)
     said = spared_of(found, timed(found.best, model, hardware, asked), model, hardware, asked)
-    other = search_timed(model, hardware, replace(asked, wear="ignore"))[1]
+    other = timed(found.fastest, model, hardware, asked)
     chosen = timed(found.best, model, hardware, asked).predicted
     assert said is not None
     assert said.per_step == other.predicted.written_per_step - chosen.written_per_step > 0
