@@ -24,7 +24,7 @@ from .running import exported, run_of, train
 STEPS = 4
 KILLED = """
 import os, signal
-from fuyou_cli.checkpoint.placement import PartialDirectory
+from fuyou_cli.checkpoint.writer import PartialDirectory
 from fuyou_cli.training.state.at_rest import saved_store
 publish, seen = PartialDirectory.publish, []
 def killed(self):
