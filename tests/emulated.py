@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a program
 from fuyou_cli.core.units import gib
 from fuyou_cli.engine.devices import OPENERS
 from fuyou_cli.engine.devices.base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces, squares_of
-from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
+from fuyou_cli.engine.devices.cuda import STAGING, PinnedMemory, Staging
 from fuyou_cli.recipe.schema import OffloadSection, Recipe
 from fuyou_cli.spec.hardware import ON_PROCESSOR
 
@@ -264,12 +264,7 @@ class EmulatedDevice(Device):
     separate = True
 
     def __init__(
-        self,
-        memory: int | None = None,
-        pinnable: int | None = None,
-        *,
-        pace: Pace | None = None,
-        piece: int = PIECE,
+        self, memory: int | None = None, pinnable: int | None = None, *, pace: Pace | None = None, piece: int = PIECE
     ) -> None:
         self._memory = _Memory(memory)
         self._pinnable = pinnable

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,10 +32,9 @@ from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.ledgers import BoundaryLedger, Wait
 from ..spec.model import OperatorSpec, StageSpec
 from ..spec.plan import MicroBatch, Span
-from .context import Context
+from .context import Context, HostMemory
 from .devices.base import Device, Event
 from .experts import first_matrix, is_product, outputs_of
-from .host_memory import HostMemory
 from .moves import Waiting
 from .operators import (
     ATTENTION,
@@ -60,11 +59,12 @@ from .operators import (
 )
 
 
-class Activations(Protocol):
-    """Defines what happens between forward and backward of one stage."""
+class Activations:
+    """What happens between forward and backward of one stage."""
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Returns `run(x)` without a graph, and keeps what backward needs. `parameters`: the stage's, as installed."""
+        raise NotImplementedError
 
     def begin(self, micro_batch: int) -> None:
         """Starts uploading what one micro-batch kept to a separate device. Its backward comes soon."""
@@ -73,6 +73,7 @@ class Activations(Protocol):
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         """Returns `run(x)` with its graph, for backward. `flat`: the stage's weights; None: it has none."""
+        return run(x)
 
     def forget(self) -> None:
         """Gives up a step. No copy may be under way."""
@@ -118,8 +119,8 @@ def without_saving(run: Run, x: torch.Tensor) -> torch.Tensor:
         return run(x.detach().requires_grad_(True)).detach()
 
 
-class Recompute:
-    """Implements `Activations` for a stage that keeps only its input. `as_backward`: of a block on a GPU, where attention takes
+class Recompute(Activations):
+    """Of a stage that keeps only its input. `as_backward`: of a block on a GPU, where attention takes
     other kernels without gradients. On a processor forward is faster without."""
 
     def __init__(self, stage: StageSpec, *, as_backward: bool = False) -> None:
@@ -129,17 +130,11 @@ class Recompute:
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return without_saving(run, x) if self.as_backward else run(x)
 
-    def begin(self, micro_batch: int) -> None:
-        return None
-
     def again(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         with sparing(self._stage, flat, self._numbers, parameters):
             return run(x)
-
-    def forget(self) -> None:
-        return None
 
 
 class Sparing(Operators):
@@ -215,54 +210,50 @@ _WITHOUT = "set offload.activations=recompute, which does not depend on the mode
 Output = tuple[list[Any], bool]  # descriptions of kept tensors, other values as they are; whether the operator returns a tuple
 Leaving = list[list[Event]]  # copies to the host, by micro-batch, over all stages in order
 Outputs = dict[int, Output]  # by operator
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # sources and targets
 Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values for compute, and copies to wait for
 
 
-class Place(Protocol):
-    """Defines where outputs of one stage are kept."""
+class Place:
+    """Where outputs of one stage are kept. In this base class compute writes and reads them in order, so nothing waits."""
 
-    direct: bool  # compute may write there directly, so that a product needs no copy
-    waits: bool  # copies run beside compute, and may be asked for together
+    direct = True  # compute may write there directly, so that a product needs no copy
+    waits = False  # copies run beside compute, and may be asked for together
 
     def room(self, micro_batch: int, operator: int) -> int:
         """Returns the bytes of an output's memory."""
-        ...
+        raise NotImplementedError
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
         """Returns the place of one tensor of an output."""
-        ...
+        raise NotImplementedError
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
         """Copies a computed tensor. Returns the end of the copy if compute does not wait for it."""
-        ...
+        there.copy_(value)
+        return None
 
-    def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+    def put_all(self, pairs: Pairs) -> list[Event]:
         """Copies computed tensors, if copies wait. Returns when they are over."""
-        ...
+        raise AssertionError("compute copies outputs itself")
 
     def arriving(self, there: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that backward computes with: this one, or memory for a copy of it."""
-        ...
+        return there
 
-    def bring_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+    def bring_all(self, pairs: Pairs) -> list[Event]:
         """Copies outputs to what `arriving` returned for them, if copies wait. Returns when they are over."""
-        ...
+        raise AssertionError("compute reads outputs where they are")
 
 
-class KeptOutputs:
-    """Implements `Activations` for a stage that keeps outputs. Remembers their layouts from forward to backward. `places`: by
+class KeptOutputs(Activations):
+    """Of a stage that keeps outputs. Remembers their layouts from forward to backward. `places`: by
     operator; `began`: called with the stage and copies between the device and where its boundary is kept."""
 
     def __init__(
-        self,
-        stage: StageSpec,
-        places: Mapping[int, Place],
-        *,
-        began: Callable[..., None],
-        waiting: Waiting,
-        leaving: Leaving,
+        self, stage: StageSpec, places: Mapping[int, Place], *, began: Callable[..., None], waiting: Waiting, leaving: Leaving,
         separate: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._stage, self.places, self._began, self._waiting, self._separate = stage, places, began, waiting, separate
         self.chosen = {operator.index: operator for operator in stage.operators if operator.index in places}
         self.products = {index for index, spec in self.chosen.items() if spec.kind == "mm" and not spec.overwritten}
@@ -467,7 +458,7 @@ class _KeepingCalls:
         operator = handed.operator
         if operator == ATTENTION:
             assert self._known.attention is not None
-            with InAttention(self._only.of(self._known.attention, 0), self._saw_attention):
+            with InAttention(self._only.of(self._known.attention, 0), lambda out: self._watch(ATTENTION, out.detach())):
                 return handed.run()
         if handed.func is not self._known.calls[operator]:  # for example, one that asks for the weight's dtype
             return handed.run()
@@ -485,9 +476,6 @@ class _KeepingCalls:
             value = out.detach()
         self._watch(operator, value)
         return out
-
-    def _saw_attention(self, out: torch.Tensor) -> None:
-        self._watch(ATTENTION, out.detach())
 
     def _watch(self, operator: int, value: torch.Tensor) -> None:
         if self._mode.at_risk:
@@ -644,12 +632,6 @@ class Boundaries:
         within = self._kinds[stage].layout.output(micro_batch, operator)
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
-    def output_size(self, stage: int, micro_batch: int, operator: int) -> int:
-        return self._kinds[stage].layout.output(micro_batch, operator).size
-
-    def output_begin(self, stage: int, micro_batch: int, operator: int) -> int:
-        return self.ledger.where(stage).offset + self._kinds[stage].layout.begin(micro_batch, operator)
-
     def drop(self, stage: int) -> None:
         """Notes that the stage's backward is submitted. The boundary is freed once its copies are over."""
         self._follow(stage, self.ledger.drop)
@@ -670,36 +652,31 @@ class Boundaries:
 # Stores outputs of operators with their stage's boundary, in the arena or on the ssd.
 
 
-class Swap:
-    """Implements `Place`. A separate device copies outputs to the host and back while it computes. On device cpu backward uses
+class Swap(Place):
+    """A separate device copies outputs to the host and back while it computes. On device cpu backward uses
     them where they are."""
 
-    direct = False
-
     def __init__(self, stage: int, *, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
-        self.waits = device.separate
+        self.direct, self.waits = False, device.separate
         self._stage, self._boundaries, self._device = stage, boundaries, device
         self._views = Views(memory.whole)
 
     def room(self, micro_batch: int, operator: int) -> int:
-        return self._boundaries.output_size(self._stage, micro_batch, operator)
+        return self._boundaries.output(self._stage, micro_batch, operator).size
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
-        return self._views.at(self._boundaries.output_begin(self._stage, micro_batch, operator), resting)
+        return self._views.at(self._boundaries.output(self._stage, micro_batch, operator).offset, resting)
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
-        if self._device.separate:
-            return self._device.download(value, there)
-        there.copy_(value)
-        return None
+        return self._device.download(value, there) if self._device.separate else super().put(value, there)
 
-    def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+    def put_all(self, pairs: Pairs) -> list[Event]:
         return self._device.download_all(pairs)
 
     def arriving(self, there: torch.Tensor) -> torch.Tensor:
         return self._device.empty_like(there) if self._device.separate else there
 
-    def bring_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+    def bring_all(self, pairs: Pairs) -> list[Event]:
         return self._device.upload_all(pairs)
 
 
@@ -708,11 +685,8 @@ class Swap:
 # block of memory for all of them is allocated when a run begins.
 
 
-class Keep:
-    """Implements `Place` for one stage. `memory`: for its outputs for a sweep's rows (uint8, 1-D). Compute writes and reads it
-    in order, so nothing waits."""
-
-    direct, waits = True, False
+class Keep(Place):
+    """`memory`: of the device, for one stage's outputs for a sweep's rows (uint8, 1-D)."""
 
     def __init__(self, memory: torch.Tensor, layout: BoundaryLayout) -> None:
         self._layout, self._begin = layout, int(memory.storage_offset())
@@ -723,19 +697,6 @@ class Keep:
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
         return self._views.at(self._begin + self._layout.begin(micro_batch, operator), resting)
-
-    def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
-        there.copy_(value)
-        return None
-
-    def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
-        raise AssertionError("compute copies outputs to the device's own memory")
-
-    def arriving(self, there: torch.Tensor) -> torch.Tensor:
-        return there
-
-    def bring_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
-        raise AssertionError("compute reads outputs in the device's own memory")
 
 
 def keep_places(context: Context) -> list[dict[int, Place]]:

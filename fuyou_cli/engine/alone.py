@@ -4,32 +4,30 @@ takes the same time as in a run. No other stage's weights exist."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.errors import UsageError
 from ..spec.model import Dtype, StageSpec
 from ..spec.plan import rounded_up, whole_rows
-from .activations import Arrived, GivingBack, Outputs, Sparing, sparing, without_saving
+from .activations import Activations, Arrived, GivingBack, Outputs, Recompute, Sparing
 from .anatomy import Anatomy
-from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
+from .calls import CallsByLength, ModuleState, put_back
 from .compiled import CompiledBlocks, graph_bytes
 from .gradients import GradientSum
 from .loss import Head, Part, TokenLoss, pieces
-from .module_state import ModuleState
 from .operators import Known, Notes, handing_over, numbers_of
 from .skeleton import TORCH_DTYPE
+from .visits import backpropagate
 
 MOST_ROOM = 96 << 20  # bytes of weights and sums that no CPU cache holds; more would waste memory
 _MOST_COPIES = 16
-_FILLING = (
-    65521  # random values, repeated: drawing one for each weight would take longer than computing. A prime number, so that
-)
-# no two rows of a router are alike: it would send tokens to all experts of equal rows, or to the first of them
+# Random values, repeated: drawing one for each weight would take longer than computing. A prime number, so that no two rows of
+# a router are alike: it would send tokens to all experts of equal rows, or to the first of them.
+_FILLING = 65521
 
 
 class BlockAlone:
@@ -49,12 +47,17 @@ class BlockAlone:
         self.expert_rows = 0.0 if spec.expert_work is None else spec.expert_work.rows
         self._spec, self._stage = spec, anatomy.stages[spec.index]
         longest = rounded_up(shape[1], document_step)  # a mask is as long as documents are computed in
-        call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=(shape[0], longest))
+        state = ModuleState(anatomy.model)
+        calls = CallsByLength(anatomy.model, anatomy.modules(), state).called(longest, longest, torch.device("cpu"))
+        state.put_back()
+        call, x = next((call, x) for call, x in calls if call.name == self._stage.name)
         if anatomy.isolated:
             call = replace(call, documents=[[shape[1]]] * shape[0], document_step=document_step)
         self._call = call.placed(lambda value: value.to(device))
         assert self._stage.module is not None
         self.compiled = compiled
+        # On a GPU forward runs as the recompute does.
+        self._activations: Activations = compiled or Recompute(spec, as_backward=device.type == "cuda")
         if compiled is not None:
             self._call = replace(self._call, original=compiled.of(self._stage.module))
         if device.type == "cuda":
@@ -71,26 +74,15 @@ class BlockAlone:
         self._kept: Outputs = {}  # outputs of one forward
         self._known: Known | None = None
         self._numbers = numbers_of(spec, [operator.index for operator in spec.operators])
-        self._spared = numbers_of(spec, ())
 
     def forward(self) -> None:
         flat, _ = self._visit()
-        as_backward = self._input.device.type == "cuda" or self.compiled is not None  # forward runs as the recompute does
         with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat):
-            if self.compiled is not None:
-                self.compiled.forward(self._call.run, self._input, 0, ())
-            elif as_backward:
-                without_saving(self._call.run, self._input)
-            else:
-                self._call.run(self._input)
+            self._activations.forward(self._call.run, self._input, 0, ())
 
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
-
-        def made(flat: torch.Tensor, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-            return nullcontext() if self.compiled is not None else sparing(self._spec, flat, self._spared, parameters)
-
-        self._recompute(made)
+        self._recompute(lambda x, flat, parameters: self._activations.again(self._call.run, x, 0, flat, parameters))
 
     def graph_bytes(self) -> int:
         """Returns the bytes that one forward's graph holds; 0 if the block is not compiled."""
@@ -105,30 +97,30 @@ class BlockAlone:
         kept = self._kept
         if not kept:
             notes = Notes(kept, lambda: (0, 0))
-            self._recompute(lambda flat, parameters: self._noting(notes, _Remembering(self._spec, flat, kept), parameters))
+
+            def noted(x: torch.Tensor, flat: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
+                weights = {operator: parameters[number] for operator, number in (self._numbers or {}).items()}
+                with handing_over(notes.hand_over, weights, attention=True), _Remembering(self._spec, flat, kept):
+                    return self._call.run(x)
+
+            self._recompute(noted)
             self._known = notes.known()
         values: Arrived = {index: (list(output[0]), []) for index, output in kept.items()}
 
-        def giving(flat: torch.Tensor, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-            return GivingBack(values, kept, self._spec, flat).inside(self._known, self._numbers, parameters)
+        def given_back(x: torch.Tensor, flat: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
+            with GivingBack(values, kept, self._spec, flat).inside(self._known, self._numbers, parameters):
+                return self._call.run(x)
 
-        self._recompute(giving)
+        self._recompute(given_back)
 
-    @contextmanager
-    def _noting(self, notes: Notes, mode: _Remembering, parameters: list[nn.Parameter]) -> Iterator[None]:
-        weights = {operator: parameters[number] for operator, number in (self._numbers or {}).items()}
-        with handing_over(notes.hand_over, weights, attention=True), mode:
-            yield
-
-    def _recompute(self, made: Callable[[torch.Tensor, list[nn.Parameter]], AbstractContextManager[Any]]) -> None:
-        """Runs forward inside the context that `made` returns for the weights, then backward."""
+    def _recompute(self, again: Callable[[torch.Tensor, torch.Tensor, list[nn.Parameter]], torch.Tensor]) -> None:
+        """Runs forward by `again`, which gets the input and the weights, then backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
         with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat) as parameters:
-            with made(flat, parameters):
-                y = self._call.run(x)
+            y = again(x, flat, parameters)
             with total.collecting(parameters):
-                torch.autograd.backward([y], [self._input], inputs=[x, *_learning(parameters)])
+                backpropagate(y, self._input, [x, *parameters])
 
     @contextmanager
     def _buffers_placed(self) -> Iterator[None]:
@@ -198,9 +190,9 @@ class HeadAlone:
             else:
                 y = self._head.logits(piece)
                 first = self._vocabulary[0]
-                slope = [self._seen().gradient(self._part, y.detach(), first=first, normaliser=self.tokens)]
+                slope = self._seen().gradient(self._part, y.detach(), first=first, normaliser=self.tokens)
             with self._total.collecting(parameters):
-                torch.autograd.backward([y], slope, inputs=[piece, *_learning(parameters)])
+                backpropagate(y, slope, [piece, *parameters])
 
     def _seen(self) -> TokenLoss:
         """Returns losses as they are after a first pass over every column, so that the totals are not zero."""
@@ -213,53 +205,6 @@ class HeadAlone:
 def _begin_backward(device: torch.device) -> None:
     """Gives autograd's thread for a GPU its context. Without one, torch warns about the first product there."""
     torch.zeros(1, device=device, requires_grad=True).sum().backward()
-
-
-def _learning(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-class _Reached(Exception):
-    """Stops a forward when the wanted stage is called: nothing after it needs to run."""
-
-    def __init__(self, call: StageCall, x: torch.Tensor) -> None:
-        super().__init__()
-        self.call, self.x = call, x
-
-
-def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, int]) -> tuple[StageCall, torch.Tensor]:
-    """Finds how the model's own forward calls its first block, stage `index`. The stages before it return zeros."""
-    model, wanted = anatomy.model, anatomy.stages[index]
-
-    def stand_in(module: nn.Module, name: str) -> Any:
-        original = own_forward(module)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call, x = StageCall.split(name, original, args, kwargs)
-            if module is wanted.module:
-                raise _Reached(call, x)
-            return _zeros_from(module, x, TORCH_DTYPE[dtype])
-
-        return forward
-
-    stages = {module: stand_in(module, name) for module, name in anatomy.modules().items()}
-    state = ModuleState(model)
-    try:
-        with only_refusals(model, shape=shape), torch.no_grad(), one_row_masks(model), replaced_forwards(stages):
-            ids = torch.zeros(shape, dtype=torch.long)
-            model.base_model(input_ids=ids, position_ids=torch.arange(shape[1]).unsqueeze(0), use_cache=False)
-    except _Reached as reached:
-        return reached.call, reached.x
-    finally:
-        state.put_back()
-    raise UsageError(f"{type(model).__name__} never calls {wanted.name}")
-
-
-def _zeros_from(module: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros in the shape of what an embedding, a projection or a norm returns for `x`."""
-    if isinstance(module, nn.Embedding):
-        return torch.zeros(*x.shape, module.embedding_dim, dtype=dtype)
-    return torch.zeros(*x.shape[:-1], getattr(module, "out_features", x.shape[-1]), dtype=dtype)
 
 
 def _empty(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,10 +25,14 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import UsageError
 from ..core.units import align_up
 from ..spec.model import (
+    ITEM_SIZE,
+    PAGE,
     STAGE_ALIGN,
     TENSOR_ALIGN,
     BankSpec,
     Dtype,
+    InPlace,
+    Lying,
     ModelSpec,
     Piece,
     SourceFile,
@@ -37,7 +42,8 @@ from ..spec.model import (
     banks_of,
 )
 from ..spec.packed_tensors import TRANSPOSED, Quantised, packed_bank
-from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
+from .attention import attention_apart, rope_types
+from .calls import TRIED, WORKING, only_refusals, refuse_by_configuration, stage_calls, tracing, with_fake_parameters
 from .experts import Bank, Layout, NamedPart, Noting, Part, is_experts, laid_out, named_parts, place
 from .experts import Tensor as ExpertTensor
 
@@ -76,7 +82,7 @@ class Stage:
     frozen: int = 0  # elements, with padding, behind these
     vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
     quantised: BankSpec | None = None  # behind all others; None: nothing rests quantised
-    source: tuple[Piece, ...] = ()  # of frozen parameters that are read from the checkpoint's files (engine/in_place)
+    source: tuple[Piece, ...] = ()  # of frozen parameters that are read from the checkpoint's files (engine/anatomy)
     # Of a range of experts: first, end, and how many the mixture has; its module is theirs. None: no range.
     expert_range: tuple[int, int, int] | None = None
     cut: tuple[nn.Module, int] | None = None  # of a block whose experts are the stages that follow: their module and number
@@ -99,14 +105,9 @@ class Stage:
 
     @classmethod
     def packed(
-        cls,
-        name: str,
-        kind: StageKind,
-        module: nn.Module | None,
-        parameters: Iterable[Slotted],
-        vocabulary: tuple[int, int] | None = None,
-        quantisation: Quantised | None = None,
-    ) -> Stage:
+        cls, name: str, kind: StageKind, module: nn.Module | None, parameters: Iterable[Slotted],
+        vocabulary: tuple[int, int] | None = None, quantisation: Quantised | None = None,
+    ) -> Stage:  # fmt: skip
         """Lays the parameters out one after the other: trained ones, frozen ones, and those that rest quantised."""
         every = tuple(parameters)
         trained, boundary = _laid_out([slotted for slotted in every if not slotted.spec.frozen], begin=0)
@@ -570,3 +571,154 @@ def _can_be(slotted: Slotted) -> bool:
         return frozen and dimensions == (3 if slotted.part is None else 2)  # the matrices of all experts, or one of them
     of_linear = all(isinstance(holder, nn.Linear) and attribute == "weight" for holder, attribute in slotted.places)
     return frozen and of_linear and dimensions == 2
+
+
+# ---- as files have it ----------------------------------------------------------------------------------------------
+# Lays frozen parameters out as they lie in the checkpoint's files, so that they are read from there and never copied.
+#
+# The daemon reads whole pages, into whole pages of a slot. Tensors of a file begin anywhere, so a parameter lies in the slot
+# wherever its pages leave it, and what else is in these pages lies around it. Neighbours in a file share a piece.
+
+
+def read_in_place(anatomy: Anatomy, files: InPlace, dtype: Dtype) -> Anatomy:
+    """Returns the anatomy with the frozen parameters of every stage where that can be laid out as in the files.
+
+    The others are copied into the store; `imported_because` says why. A stage has all of its frozen parameters in one way."""
+    reasons = dict[str, str]()
+    stages = list[Stage]()
+    for stage in anatomy.stages:
+        reason = files.refusal or _not_in_place(stage, files, dtype)
+        if stage.frozen and reason:
+            reasons[stage.name] = reason
+        stages.append(stage if reason or not stage.frozen else _as_in_files(stage, files, ITEM_SIZE[dtype]))
+    first = next(iter(reasons.values()), "")
+    why = first if files.refusal or len(reasons) < 2 else f"{first} ({len(reasons)} stages)"
+    sources = files.sources if any(stage.source for stage in stages) else ()
+    return replace(anatomy, stages=tuple(stages), sources=sources, imported_because=why)
+
+
+def whole_in_place(anatomy: Anatomy, files: InPlace, dtype: Dtype) -> Anatomy | None:
+    """Returns the anatomy with all parameters of every stage laid out as in the files, to compute with and never to train; None
+    where some cannot be. What wants gradients still does: products are chosen by it."""
+    if any(_not_in_place(stage, files, dtype, whole=True) for stage in anatomy.stages):
+        return None
+    stages = [_as_in_files(stage, files, ITEM_SIZE[dtype], whole=True) if stage.params else stage for stage in anatomy.stages]
+    return replace(anatomy, stages=tuple(stages))
+
+
+def _not_in_place(stage: Stage, files: InPlace, dtype: Dtype, *, whole: bool = False) -> str:
+    """Returns why a stage's frozen parameters (`whole`: all) cannot be used as they lie in the files, or an empty string."""
+    for tensor in stage.tensors:
+        if not (whole or tensor.frozen):
+            continue
+        lying = files.tensors[tensor.name]
+        if lying.dtype != dtype:
+            return f"{tensor.name} is {lying.dtype} in the model's files, and computes in {dtype}"
+        if _address(tensor, lying, ITEM_SIZE[dtype]) % max(files.alignment, ITEM_SIZE[dtype]):
+            return f"{tensor.name} is not at a multiple of {max(files.alignment, ITEM_SIZE[dtype])} bytes in the model's files"
+    return ""
+
+
+def _address(tensor: TensorSpec, lying: Lying, item: int) -> int:
+    """Returns where the part of the tensor that the stage holds begins."""
+    return lying.address + tensor.first * item
+
+
+def _as_in_files(stage: Stage, files: InPlace, item: int, *, whole: bool = False) -> Stage:
+    """Places the frozen parameters of a stage behind its trained ones, or all from the first on if `whole`, as the pages that
+    hold them follow one another."""
+    pieces, offsets, last = list[Piece](), dict[str, int](), -1
+    begins = 0 if whole else stage.trained
+    placed_here = {tensor.name: tensor for tensor in stage.tensors if whole or tensor.frozen}
+    for address, name in sorted((_address(tensor, files.tensors[name], item), name) for name, tensor in placed_here.items()):
+        tensor = placed_here[name]
+        source = files.tensors[tensor.name].source
+        begin, end = address // PAGE * PAGE, align_up(address + item * tensor.numel, PAGE)
+        if pieces and source == last and begin <= pieces[-1].offset + pieces[-1].size:
+            pieces[-1] = replace(pieces[-1], size=max(pieces[-1].size, end - pieces[-1].offset))
+        else:
+            place = pieces[-1].place + pieces[-1].size if pieces else 0
+            pieces.append(Piece(place=place, offset=begin, size=end - begin))
+        last = source
+        offsets[tensor.name] = begins + (pieces[-1].place + address - pieces[-1].offset) // item
+    size = pieces[-1].place + pieces[-1].size
+    placed = tuple(
+        replace(slotted, spec=replace(slotted.spec, offset=offsets.get(slotted.spec.name, slotted.spec.offset)))
+        for slotted in stage.parameters
+    )
+    elements, laid = align_up(size // item, STAGE_ALIGN), replace(stage, parameters=placed, source=tuple(pieces))
+    return replace(laid, trained=elements, frozen=0) if whole else replace(laid, frozen=elements)
+
+
+# ---- documents of a row ------------------------------------------------------------------------------------------------
+# Finds out whether a model can compute rows whose documents do not see each other (`attention`).
+
+_PACKED = "use dataset.packing: concat, or false"
+
+
+class _Attended(TorchFunctionMode):
+    """Whether attention was computed document by document inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or func is attention_apart
+        return func(*args, **(kwargs or {}))
+
+
+def isolated(anatomy: Anatomy) -> Anatomy:
+    """Returns the anatomy of a model that computes documents apart. Raises UsageError if the model would mix them."""
+    name = type(anatomy.model).__name__
+    try:
+        for why in _mixes(anatomy):
+            raise UsageError(why)
+        with only_refusals(anatomy.model, shape=TRIED):
+            _try_apart(anatomy)
+    except UsageError as error:
+        reason = error.message.removeprefix(f"{name} cannot be streamed: ")
+        raise UsageError(f"dataset.packing: isolated: {name} cannot keep documents apart: {reason}", hint=_PACKED) from error
+    return replace(anatomy, isolated=True)
+
+
+def kept_apart_if_possible(anatomy: Anatomy) -> Anatomy:
+    """Returns the anatomy of a model that computes documents apart, or the same one if the model would mix them."""
+    try:
+        return isolated(anatomy)
+    except UsageError:
+        return anatomy
+
+
+def _mixes(anatomy: Anatomy) -> Iterator[str]:
+    """Says why documents of a row would see each other, by what is known without running the model."""
+    model = anatomy.model
+    if not type(model).__module__.startswith("transformers."):
+        yield "its code is not a part of transformers"
+    if not getattr(model, "_supports_attention_backend", False):
+        yield "its attention is computed by code of its own"
+    tables = [stage.name for stage in anatomy.stages if stage.kind == "embedding"]
+    if len({stage.module for stage in anatomy.stages if stage.kind == "embedding"}) > 1:
+        yield f"it looks positions up in a table ({tables[-1]})"
+    if any(isinstance(module, nn.Conv1d) for module in model.base_model.modules()):
+        yield "it has convolutions over tokens"
+    for kind in sorted({"longrope", "dynamic"} & set(rope_types(model))):
+        yield f"its positions depend on the length of the row (rope type {kind})"
+
+
+def _try_apart(anatomy: Anatomy) -> None:
+    """Runs each sort of block on fake tensors. Raises UsageError for one that does not attend by transformers' functions."""
+    blocks = {stage.name: stage.module for stage in anatomy.stages if stage.kind == "block" and stage.module is not None}
+    seen = set()
+    for call, x in stage_calls(anatomy.model, anatomy.modules(), shape=TRIED, isolated=True):
+        module = blocks.get(call.name)
+        sort = module and (type(module), tuple(parameter.shape for parameter in module.parameters()))
+        if module is None or sort in seen:
+            continue
+        seen.add(sort)
+        assert hasattr(x, "fake_mode")
+        traced = tracing(module, mode=x.fake_mode, length=x.shape[1])
+        with traced, torch.no_grad(), with_fake_parameters(module), _Attended() as attended:
+            call.output(x)
+        if not attended.seen:
+            raise UsageError(f"{call.name} ({type(module).__name__}) has no attention that transformers chooses")

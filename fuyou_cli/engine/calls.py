@@ -1,4 +1,4 @@
-"""Finds how a model's own forward calls its stages, and what they return.
+"""Finds how a model's own forward calls its stages, and what they return; keeps what modules hold between forwards.
 
 `stage_calls` runs the forward on fake tensors, so it computes nothing and needs no weights. It refuses a model that cannot be
 streamed, by name, before it is planned. A run refuses it again if it meets the problem.
@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
-from .attention import Documents, attending_apart, check_arguments, laid_out
-from .experts import is_experts
-from .module_state import tracing
+from ..spec.plan import MicroBatch
+from .attention import Documents, attending_apart, check_arguments, laid_out, turns
+from .experts import BANK, is_experts
 from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting, stays_float32
 
 WORKING = "decoders such as Llama, Qwen and their mixtures train; scripts/results/MODELS.md lists every family that was tried"
@@ -202,15 +205,9 @@ class Between(TorchDispatchMode):
 
 
 def stage_calls(
-    model: PreTrainedModel,
-    stages: Mapping[nn.Module, str],
-    *,
-    shape: tuple[int, int],
-    between: Between | None = None,
-    isolated: bool = False,
-    made: list[Made] | None = None,
-    again: bool = False,
-) -> list[tuple[StageCall, torch.Tensor]]:
+    model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shape: tuple[int, int], between: Between | None = None,
+    isolated: bool = False, made: list[Made] | None = None, again: bool = False,
+) -> list[tuple[StageCall, torch.Tensor]]:  # fmt: skip
     """Finds every call of one of `stages` (module to name) in the base model's forward, in order, with its fake input, for ids
     of `shape`. `isolated`: each row is one document. `made` gets what each call returns. `again`: blocks that an earlier call
     ran in another shape do not run. Raises UsageError for a call that cannot be streamed."""
@@ -219,45 +216,92 @@ def stage_calls(
     # Blocks are alike: only one of each sort runs, and the others return what it returned.
     outputs: dict[object, Any] = _RETURNED.setdefault(model, {}) if again else {}
 
-    def stand_in(module: nn.Module, name: str) -> Callable[..., Any]:
+    def answer(module: nn.Module, call: StageCall, x: torch.Tensor) -> Any:
+        if isolated:
+            check_arguments(call.name, call.rest, call.named, shape[1])
+            call = replace(call, documents=[[shape[1]]] * shape[0])
+        calls.append((call, x))
         sort = (type(module), tuple(parameter.shape for parameter in module.parameters()))
-        original = own_forward(module)
+        y, out = x, outputs.get(sort)
+        if sort not in outputs:
+            between.within = True
+            with with_fake_parameters(module), _LooksBack(call.name):
+                out = call.output(x)
+            between.within = False
+            y = boundary_of(out, call.name)
+            if y.shape == x.shape and y.dtype == x.dtype:
+                y, out = x, outputs.setdefault(sort, with_boundary(out, None, call.name))
+        if made is not None:
+            made.append(Made(with_boundary(out, None, call.name), y.shape[-1], y.dtype))
+        return with_boundary(out, y, call.name)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call, x = StageCall.split(name, original, args, kwargs)
-            if isolated:
-                check_arguments(name, call.rest, call.named, shape[1])
-                call = replace(call, documents=[[shape[1]]] * shape[0])
-            calls.append((call, x))
-            if sort not in outputs:
-                between.within = True
-                with with_fake_parameters(module), _LooksBack(name):
-                    out = call.output(x)
-                between.within = False
-                y = boundary_of(out, name)
-                if y.shape != x.shape or y.dtype != x.dtype:
-                    note(out, y)
-                    return with_boundary(out, y, name)
-                outputs[sort] = with_boundary(out, None, name)
-            note(outputs[sort], x)
-            return with_boundary(outputs[sort], x, name)
-
-        def note(out: Any, y: torch.Tensor) -> None:
-            if made is not None:
-                made.append(Made(with_boundary(out, None, name), y.shape[-1], y.dtype))
-
-        return forward
-
-    forwards = {module: stand_in(module, name) for module, name in stages.items()}
-    with (
-        only_refusals(model, shape=shape), torch.no_grad(), replaced_forwards(forwards), one_row_masks(model),
-        tracing(model, length=shape[1]), between, _NothingLeftOut(),
-    ):  # fmt: skip
-        ids = torch.zeros(shape, dtype=torch.long)
-        positions = torch.arange(shape[1]).unsqueeze(0)
-        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    with only_refusals(model, shape=shape), tracing(model, length=shape[1]), between, _NothingLeftOut():
+        _run_answered(model, stages, answer, torch.zeros(shape, dtype=torch.long), torch.arange(shape[1]).unsqueeze(0))
     _RETURNED.setdefault(model, {}).update(outputs)
     return calls
+
+
+def _run_answered(
+    model: PreTrainedModel, stages: Mapping[nn.Module, str], answer: Callable[[nn.Module, StageCall, torch.Tensor], Any],
+    ids: torch.Tensor, positions: torch.Tensor,
+) -> None:  # fmt: skip
+    """Runs the base model's own forward, where `answer` returns what each call of a stage returns."""
+
+    def stand_in(module: nn.Module, name: str) -> Callable[..., Any]:
+        original = own_forward(module)
+        return lambda *args, **kwargs: answer(module, *StageCall.split(name, original, args, kwargs))
+
+    forwards = {module: stand_in(module, name) for module, name in stages.items()}
+    with torch.no_grad(), replaced_forwards(forwards), one_row_masks(model):
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
+class CallsByLength:
+    """Finds how a model's own forward calls its stages for rows of any length.
+
+    Positions and masks depend on the length of a row. The model's own forward runs with the stages left out, on one row of
+    zeros, and only the arguments that it gives its stages are kept. Positions of padding repeat the last one, so that code that
+    looks for the longest position finds that of the longest row (rope types longrope and dynamic)."""
+
+    def __init__(self, model: PreTrainedModel, stages: Mapping[nn.Module, str], state: ModuleState) -> None:
+        """`stages`: their own forwards may be replaced; `state`: of what lies between them."""
+        self._model, self._stages, self._state = model, stages, state
+        self._by_length = bool(turns(model))
+        self._made: list[Made] = []  # what each call returns
+
+    def of(
+        self, parts: Sequence[MicroBatch], width: int, placed: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+    ) -> tuple[Sequence[StageCall] | None, ...]:
+        """Returns the calls of each micro-batch; None for one that is as wide as the whole batch, `width` tokens, if its
+        longest row does not matter. `placed`: brings a tensor to where stages compute; `device`: where the model's own forward
+        computes."""
+        seen: dict[tuple[int, int], list[StageCall]] = {}
+        calls: list[Sequence[StageCall] | None] = []
+        for part in parts:
+            if part.width == width and not self._by_length:
+                calls.append(None)
+                continue
+            key = part.width, part.longest if self._by_length else part.width
+            if key not in seen:
+                seen[key] = [call.placed(placed) for call, _ in self.called(*key, device)]
+            calls.append(seen[key])
+        return tuple(calls)
+
+    def called(self, width: int, longest: int, device: torch.device) -> list[tuple[StageCall, torch.Tensor]]:
+        """Returns every call of a stage, with an input of zeros, for a row of `width` tokens, `longest` of them no padding."""
+        if not self._made:
+            stage_calls(self._model, self._stages, shape=(1, 3), made=self._made)
+        calls: list[tuple[StageCall, torch.Tensor]] = []
+
+        def answer(module: nn.Module, call: StageCall, x: torch.Tensor) -> Any:
+            calls.append((call, x))
+            return self._made[len(calls) - 1].like(x, call.name)
+
+        self._state.put_back()
+        ids = torch.zeros(1, width, dtype=torch.long, device=device)
+        positions = torch.arange(width, device=device).clamp(max=longest - 1).unsqueeze(0)
+        _run_answered(self._model, self._stages, answer, ids, positions)
+        return calls
 
 
 # What blocks return beside their boundary, by sort: it does not depend on the shape of a micro-batch.
@@ -385,15 +429,19 @@ def _experts(model: PreTrainedModel) -> str | None:
 
 
 @contextmanager
-def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Sets `forward` on instances inside the context. Parameter names and classes stay as they are."""
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
+    """Sets `forward` on instances inside the context, and then what they had there before. Parameter names and classes stay as
+    they are."""
+    before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
-        module.forward = forward
+        vars(module)["forward"] = forward
     try:
         yield
     finally:
-        for module in forwards:
-            module.__dict__.pop("forward", None)
+        for module, own in before.items():
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
 
 
 @contextmanager
@@ -451,3 +499,203 @@ def one_row_masks(model: PreTrainedModel, length: int | None = None) -> Iterator
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS[name]
         masking_utils.find_packed_sequence_indices = find_documents
+
+
+# ---- what modules keep ---------------------------------------------------------------------------------------------
+# Keeps what modules hold between forwards as it was: buffers, plain attributes, and what lies in these.
+#
+# Some modules remember things of a forward: rotary embeddings frequencies and the longest row so far, recurrent blocks their
+# state. A trace on fake tensors must leave none of it behind (`tracing`), and a forward must not depend on the ones before it
+# (`ModuleState.put_back`). Parameters, hooks, replaced forwards and the mode (training or not) are others' business.
+
+
+_COPIED = 1 << 16  # bytes of a tensor of which a copy is kept, so that what is written into it can be undone
+_MISSING = object()
+_NOT_STATE = {*vars(nn.Module()), "forward", BANK} - {"_buffers"}
+_SHARED = (PreTrainedConfig, GenerationConfig)  # by all modules of a model; forwards read them
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_WITHOUT_PARTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_LEAVES = (*_WITHOUT_PARTS, *_CODE)
+
+
+class ModuleState:
+    """Remembers what modules hold at the time it is made.
+
+    Make it while the model is as loaded, after its buffers were placed on their device. `without`: modules that are left out,
+    with all that is under them. `writes`: tensors may be written into (not so on fake tensors).
+    """
+
+    def __init__(self, root: nn.Module, *, name: str = "", without: Container[nn.Module] = (), writes: bool = True) -> None:
+        self._holders: list[tuple[str, dict[Any, Any] | list[Any] | deque[Any] | set[Any], Any, bool]] = []
+        self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor | None]] = {}
+        self._seen: set[int] = set()
+        self._kept: list[object] = []  # what `_seen` holds the addresses of
+        self._without, self._writes = without, writes
+        self._look(name or type(root).__name__, root)
+        self._seen.clear()
+        self._kept.clear()
+
+    def put_back(self) -> list[str]:
+        """Gives everything back what it held, and returns the names of what had changed. Raises UsageError for a tensor that
+        was written into and is too large to have a copy."""
+        changed: list[str] = []
+        for name, holder, before, is_module in self._holders:
+            if isinstance(holder, dict):
+                changed += _put_back_items(name, holder, before, is_module)
+            elif isinstance(holder, (list, deque)):
+                if len(holder) != len(before) or any(map(_differs, holder, before)):
+                    holder.clear()
+                    holder.extend(before)
+                    changed.append(name)
+            elif holder != before:
+                holder.clear()
+                holder.update(before)
+                changed.append(name)
+        for key, (name, tensor, version, copy) in self._tensors.items():
+            if tensor._version == version:
+                continue
+            if copy is None:
+                raise UsageError(f"{name}: a forward writes into this tensor, and fuyou does not undo that; it is too large")
+            with torch.no_grad():
+                tensor.copy_(copy)
+            self._tensors[key] = name, tensor, tensor._version, copy
+            changed.append(name)
+        return changed
+
+    def _look(self, name: str, value: Any) -> None:
+        """Remembers what `value` holds, if it can change."""
+        if isinstance(value, (*_WITHOUT_PARTS, *_CODE, *_SHARED)) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)
+        if isinstance(value, torch.Tensor):
+            self._note(name, value)
+        elif isinstance(value, nn.Module):
+            if value not in self._without:
+                self._look_into_module(name, value)
+        elif isinstance(value, dict):
+            self._hold(name, value, dict(value))
+        elif isinstance(value, (list, deque, set)):
+            self._holders.append((name, value, value.copy(), False))
+            self._look_at_all(name, enumerate(value))
+        elif isinstance(value, (tuple, frozenset)):
+            self._look_at_all(name, enumerate(value))
+        elif isinstance(value, partial):
+            self._look_at_all(name, enumerate((*value.args, *value.keywords.values())))
+        elif hasattr(value, "__dict__"):
+            self._hold(name, vars(value), dict(vars(value)))
+
+    def _look_into_module(self, name: str, module: nn.Module) -> None:
+        own = {key: value for key, value in vars(module).items() if key not in _NOT_STATE and key != "_buffers"}
+        self._hold(name, vars(module), own, is_module=True)
+        self._hold(name, module._buffers, dict(module._buffers))
+        self._look_at_all(name, module._modules.items())
+
+    def _hold(self, name: str, holder: dict[Any, Any], before: dict[Any, Any], *, is_module: bool = False) -> None:
+        self._holders.append((name, holder, before, is_module))
+        self._look_at_all(name, before.items())
+
+    def _look_at_all(self, name: str, parts: Any) -> None:
+        for key, value in list(parts):
+            self._look(f"{name}.{key}", value)
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._writes or isinstance(tensor, (FakeTensor, nn.Parameter)) or tensor.is_meta or tensor.is_inference():
+            return
+        copy = tensor.detach().clone() if tensor.nbytes <= _COPIED else None
+        self._tensors[id(tensor)] = name, tensor, tensor._version, copy
+
+
+def _differs(now: Any, before: Any) -> bool:
+    """Tells values apart by identity, and plain values by what they say."""
+    if now is before:
+        return False
+    return not (type(now) is type(before) and isinstance(before, _WITHOUT_PARTS) and bool(now == before))
+
+
+def _put_back_items(name: str, holder: dict[Any, Any], before: dict[Any, Any], is_module: bool) -> Iterator[str]:
+    """Makes `holder` hold what was in it before; yields the names of items that differed. Of a module's attributes, those that
+    are no state are left alone."""
+    for key, value in before.items():
+        now = holder.get(key, _MISSING)
+        if now is not value and _differs(now, value):
+            holder[key] = value
+            yield f"{name}.{key}"
+    if len(holder) > len(before):
+        left = _NOT_STATE | {"_buffers"} if is_module else ()
+        for key in [key for key in holder if key not in before and key not in left]:
+            del holder[key]
+            yield f"{name}.{key}"
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tracing(root: nn.Module, *, mode: FakeTensorMode | None = None, length: int | None = None) -> Iterator[FakeTensorMode]:
+    """Runs forwards of `root` on fake tensors inside the context, and leaves nothing of them behind: no fake tensor, and no
+    number that a module took from one. Every trace goes through here. Parameters are put back by whoever replaced them.
+
+    `mode`: of an earlier trace, whose tensors are used again. `length`: tokens of the rows, for code that reads the last
+    position: rotary embeddings choose frequencies by it. Raises UsageError if a fake tensor stays.
+    """
+    state = ModuleState(root, writes=False)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode, LastPosition(length):
+            yield mode
+    finally:
+        state.put_back()
+        check_no_fakes(root)
+
+
+class LastPosition(TorchFunctionMode):
+    """Tells the largest of some positions, because a fake tensor has no values. Positions are whole numbers, as many in a row
+    as there are tokens."""
+
+    def __init__(self, length: int | None) -> None:
+        super().__init__()
+        self._length = length
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._length is not None and func in (torch.max, torch.Tensor.max) and len(args) == 1 and not kwargs:
+            (of,) = args
+            if of.dtype == torch.long and of.dim() and 1 <= of.shape[-1] <= self._length:
+                return torch.tensor(self._length - 1, device=of.device)
+        return func(*args, **(kwargs or {}))
+
+
+def check_no_fakes(root: nn.Module) -> None:
+    """Raises UsageError, with its name, if a fake tensor is anywhere under `root`."""
+    name = next(_fakes(type(root).__name__, root, set()), None)
+    if name is not None:
+        owner = type(root).__name__ if isinstance(root, PreTrainedModel) else f"a block ({type(root).__name__})"
+        raise UsageError(f"{owner} keeps a tensor of an inspection in {name}, so a run would compute with it; not supported")
+
+
+def _fakes(name: str, value: Any, seen: set[int]) -> Iterator[str]:
+    """Yields the names of fake tensors in `value`."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, FakeTensor) or isinstance(value.grad, FakeTensor):
+            yield name
+        return
+    for key, part in _parts_of(value):
+        if not isinstance(part, _LEAVES):  # most parts are, in each of a mixture's modules
+            yield from _fakes(f"{name}.{key}" if key is not None else name, part, seen)
+
+
+def _parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """Returns what is in a value by name or place; None for what a module keeps its own parts in."""
+    if isinstance(value, nn.Module):
+        inside = ("_modules", "_parameters", "_buffers")
+        return [(None if key in inside else key, part) for key, part in vars(value).items()]
+    if isinstance(value, partial):
+        return list(enumerate((*value.args, *value.keywords.values())))
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, deque, tuple, set, frozenset)):
+        return list(enumerate(value))
+    return list(vars(value).items()) if hasattr(value, "__dict__") else []

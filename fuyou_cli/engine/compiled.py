@@ -59,8 +59,8 @@ def as_compiled(model: ModelSpec) -> ModelSpec:
     return replace(model, stages=tuple(map(of, model.stages)), compiled=True)
 
 
-class CompiledBlocks:
-    """The compiled forwards of one model's blocks, by class. Implements `Activations` for those that keep nothing.
+class CompiledBlocks(Activations):
+    """The compiled forwards of one model's blocks, by class; the activations of those that keep nothing.
     `graphs`: compiled so far, forward and backward together. torch compiles again for a block that differs in what its code
     looks at. `say` gets a note, once, if a graph is larger than planned."""
 
@@ -126,17 +126,6 @@ class CompiledBlocks:
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         with torch.enable_grad():
             return run(x.detach().requires_grad_(True)).detach()
-
-    def begin(self, micro_batch: int) -> None:
-        return None
-
-    def again(
-        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
-    ) -> torch.Tensor:
-        return run(x)
-
-    def forget(self) -> None:
-        return None
 
 
 # ---- graphs kept on the device ------------------------------------------------------------------------------------
@@ -248,8 +237,8 @@ def graph_bytes(run: Run, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -
     return saved.size
 
 
-class KeptGraphs:
-    """Implements `Activations` for a compiled block that keeps its graphs, one per micro-batch, within `size` bytes. They share
+class KeptGraphs(Activations):
+    """Of a compiled block that keeps its graphs, one per micro-batch, within `size` bytes. They share
     what is the same for all rows, like masks. `twice`: two backwards follow a forward. The first runs the forward again,
     because a compiled backward may write into what its graph saved. `too_large` gets the bytes of a graph that is not kept, and
     those that are left for it."""
@@ -274,9 +263,6 @@ class KeptGraphs:
         inputs = [get_gradient_edge(entering), *(get_gradient_edge(p) if p.requires_grad else None for p in parameters)]
         self._graphs[micro_batch] = _Graph(saved, y.shape, get_gradient_edge(y), inputs, self._twice)
         return y.detach()
-
-    def begin(self, micro_batch: int) -> None:
-        return None
 
     def again(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]

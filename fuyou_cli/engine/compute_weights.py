@@ -4,7 +4,8 @@ that rest quantised are decoded there, into memory that such stages share."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from ..spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLO
 from ..spec.plan import Span
 from ..swap.kernels import Workers, dynamic_decode, dynamic_levels, fp8_decode, int8_decode, mxfp4_decode, nf4_decode
 from .context import Context
-from .device_states import DeviceStates
 from .devices.base import Device, Event
 from .moves import Waiting
 from .skeleton import TORCH_DTYPE
+from .updates import DeviceStates
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +41,7 @@ class ComputeWeights:
         self.model, self.memory, self.device = model, context.memory, device
         self._states, self._waiting = states, waiting
         self.dtype = TORCH_DTYPE[model.compute_dtype]
-        self._decoded = None
-        if model.decoded_bytes:
-            self._decoded = DecodedWeights(context)
+        self._decoded = DecodedWeights(context) if model.decoded_bytes else None
         self.homes: dict[int, _Uploaded] = {}
         self.turns: list[_Uploaded] = []
         if device.separate:
@@ -52,6 +51,10 @@ class ComputeWeights:
             for stage, stage_plan in zip(model.stages, plan.stages, strict=True):
                 if stage_plan.weights == "gpu" and not stage_plan.updated_there:
                     self.homes[stage.index] = _Uploaded(device.empty(stage.weight_bytes))
+
+    @property
+    def _places(self) -> tuple[_Uploaded, ...]:
+        return (*self.turns, *self.homes.values())
 
     def flat(self, owner: int, span: Span, generation: int) -> torch.Tensor:
         """Returns the weights of `owner` (1-D, compute dtype) for compute submitted from now on."""
@@ -83,7 +86,7 @@ class ComputeWeights:
 
     def computed(self, owner: int) -> None:
         """Makes the next copy over these weights wait for the visit that was submitted last."""
-        for uploaded in (*self.turns, *self.homes.values()):
+        for uploaded in self._places:
             if uploaded.owner == owner:
                 uploaded.used = self.device.computed()
 
@@ -95,14 +98,14 @@ class ComputeWeights:
 
     def settle(self, owner: int) -> None:
         """Waits (sync) until the upload from the host's weights of `owner` has ended, so that they may be overwritten."""
-        for uploaded in (*self.turns, *self.homes.values()):
+        for uploaded in self._places:
             if uploaded.owner == owner and uploaded.arrived is not None:
                 with self._waiting(WEIGHTS_UP):
                     uploaded.arrived.synchronize()
 
     def settle_all(self) -> None:
         """Waits (sync) until no upload is under way, so that any of the host's slots may be reused."""
-        for uploaded in (*self.turns, *self.homes.values()):
+        for uploaded in self._places:
             if uploaded.arrived is not None:
                 uploaded.arrived.synchronize()
 
@@ -121,15 +124,12 @@ class ComputeWeights:
     def _upload(self, owner: int, host: torch.Tensor, generation: int) -> _Uploaded:
         target = self.homes.get(owner)
         if target is None:
-            target = next((turn for turn in self.turns if turn.owner == owner), None)
-            if target is not None:  # now used last, so the other span is reused next
-                self.turns.remove(target)
-                self.turns.append(target)
-        if target is not None and target.owner == owner and target.generation == generation:
-            return target
-        if target is None:
-            target = self.turns.pop(0)  # the span used longest ago
+            # Its own span, or the one used longest ago; now used last, so the other one is reused next.
+            target = next((turn for turn in self.turns if turn.owner == owner), self.turns[0])
+            self.turns.remove(target)
             self.turns.append(target)
+        if (target.owner, target.generation) == (owner, generation):
+            return target
         target.owner, target.generation = owner, generation
         there = target.memory.view(host.dtype)[: host.numel()]
         target.arrived = self.device.upload(host, there, after=target.used, bulk=True)
@@ -145,14 +145,16 @@ _ONE_127TH = float(np.float32(1) / np.float32(127))
 Part = tuple[int, int]
 
 
-class Decoder(Protocol):
+class Decoder:
     """Decodes tensors of one format."""
 
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
         """Fills `values` (1-D, compute dtype) with the tensor that lies `at` its place in `bank` (bytes), in the order in
         which it rests (`TensorSpec.transposed`)."""
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends its threads."""
 
 
 class DecodedWeights:
@@ -200,8 +202,11 @@ def part(bank: torch.Tensor, at: Part, dtype: torch.dtype) -> torch.Tensor:
 
 # ---- on the host -----------------------------------------------------------------------------------------------------
 
+_BY_ROW = {"int8": int8_decode, "fp8": fp8_decode}
+_BY_BLOCK = {"mxfp4": mxfp4_decode, "nf4": nf4_decode}
 
-class HostDecoder:
+
+class HostDecoder(Decoder):
     """Decodes with the native codecs on several threads."""
 
     def __init__(self, dtype: Dtype, *, threads: int) -> None:
@@ -209,14 +214,11 @@ class HostDecoder:
 
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
         out, codes, maxima = _bytes(values), *(_bytes(part(bank, place, torch.uint8)) for place in (at.codes, at.maxima))
-        if kind == "int8":
-            int8_decode(codes, maxima, at.columns, out, self._dtype, workers=self._workers)
-        elif kind == "fp8":
-            fp8_decode(codes, maxima, at.columns, out, self._dtype, workers=self._workers)
-        elif kind == "mxfp4":
-            mxfp4_decode(codes, maxima, out, self._dtype, workers=self._workers)
-        elif kind == "nf4":
-            nf4_decode(codes, maxima, out, self._dtype, workers=self._workers)
+        by_row, by_block = _BY_ROW.get(kind), _BY_BLOCK.get(kind)
+        if by_row is not None:
+            by_row(codes, maxima, at.columns, out, self._dtype, workers=self._workers)
+        elif by_block is not None:
+            by_block(codes, maxima, out, self._dtype, workers=self._workers)
         else:
             self._decode_double(bank, at, codes, out)
 
@@ -245,7 +247,7 @@ def _bytes(values: torch.Tensor) -> Any:
 # ---- on a device -----------------------------------------------------------------------------------------------------
 
 
-class DeviceDecoder:
+class DeviceDecoder(Decoder):
     """Decodes with tensor operations, in memory of its own, a few million elements at once. Never waits for the device."""
 
     def __init__(self, device: Device, at_once: int) -> None:
@@ -264,16 +266,11 @@ class DeviceDecoder:
         step = self._at_once // unit * unit
         if kind == "mxfp4":
             step = step * MXFP4_BLOCK // NF4_BLOCK  # its blocks are smaller, and there is room for so many
+        known = {"int8": self._int8, "fp8": self._fp8, "mxfp4": self._mxfp4}
+        decoded = known.get(kind, partial(self._nf4, kind))
         for begin in range(0, at.numel, step):
             end = min(begin + step, at.numel)
-            values[begin:end].copy_(self._decoded(kind, bank, at, begin, end))
-
-    def _decoded(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
-        if kind == "int8":
-            return self._int8(bank, at, begin, end)
-        if kind == "fp8":
-            return self._fp8(bank, at, begin, end)
-        return self._mxfp4(bank, at, begin, end) if kind == "mxfp4" else self._nf4(kind, bank, at, begin, end)
+            values[begin:end].copy_(decoded(bank, at, begin, end))
 
     def _int8(self, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
         rows = slice(begin // at.columns, end // at.columns)
@@ -329,9 +326,6 @@ class DeviceDecoder:
         outer = part(bank, at.outer, torch.float32)[first // DYNAMIC_BLOCK : -(-last // DYNAMIC_BLOCK)]
         self._maxima[: outer.numel() * DYNAMIC_BLOCK].view(-1, DYNAMIC_BLOCK).mul_(outer[:, None])
         return self._maxima[:count].add_(part(bank, at.mean, torch.float32))
-
-    def close(self) -> None:
-        pass
 
 
 def _cut(memory: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

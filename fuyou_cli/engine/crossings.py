@@ -23,25 +23,20 @@ from torch.utils.dlpack import from_dlpack
 from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS, COPY_ALIGN
 from ..spec.plan import MicroBatch, Span
-from .context import Context
+from .context import Context, HostMemory, whole_batch
 from .devices.base import Device, Event, Moment
-from .host_memory import HostMemory, whole_batch
 from .moves import Waiting
 
 Source = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
 Beside = Callable[[int], None]
 
 
-def nothing_beside(number: int) -> None:
-    """Uploads nothing together with a micro-batch's inputs."""
-
-
 @dataclass(slots=True)
-class _Slot:
-    """Describes one upload slot. `busy`: the last copy out of it."""
+class _Place:
+    """Memory that copies take turns at. `used`: the end of what read it last, a copy or compute."""
 
-    memory: torch.Tensor  # uint8, pinned
-    busy: Event | None = None
+    memory: torch.Tensor  # uint8
+    used: Event | None = None
 
 
 class Crossings:
@@ -53,7 +48,7 @@ class Crossings:
         self.memory, self.device, self.waiting = memory, device, waiting
         self.on_device = plan.batch_on_device
         self.across = device.separate and not self.on_device  # tensors between stages pass through the host
-        self.slots = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
+        self.slots = [_Place(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
         self.inputs: Inputs | None = None
         if self.on_device:
             numerics = plan.numerics
@@ -66,11 +61,6 @@ class Crossings:
             self.batches = WholeBatches.in_arena(memory, plan.batch_slots)
         self.staged = 0
         self.computing: Computing | None = None  # records micro-batches, for a trace
-
-    def into(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
-        """Begins to bring the inputs of a visit's micro-batches, in order. Calls `beside`, if given, with each micro-batch
-        after its upload was submitted."""
-        return Arriving(self, sources, beside)
 
     def begun(self, host: torch.Tensor) -> torch.Tensor:
         """Makes room on the device for the first result of a visit for this part of a whole batch, which `put` fills."""
@@ -94,14 +84,6 @@ class Crossings:
         self.staged += 2 * tensor.numel() * tensor.element_size()
 
 
-@dataclass(slots=True)
-class _Input:
-    """Device memory for one micro-batch's boundary. `used`: the end of the last compute that read it."""
-
-    memory: torch.Tensor  # uint8
-    used: Event | None = None
-
-
 class Inputs:
     """Uploads boundaries to a device that holds the rest of the batch. Two places are used in turn, also across the end of a
     visit, so a visit's first boundary is uploaded while the visit before still computes. `ahead`: micro-batches that are
@@ -109,9 +91,9 @@ class Inputs:
 
     def __init__(self, device: Device, size: int, places: int, *, ahead: int) -> None:
         self._device, self._most_ahead = device, ahead
-        self._places = [_Input(device.empty(size)) for _ in range(places)]
-        self._computing: _Input | None = None  # the one whose compute is submitted, or will be next
-        self._next: _Input | None = None
+        self._places = [_Place(device.empty(size)) for _ in range(places)]
+        self._computing: _Place | None = None  # the one whose compute is submitted, or will be next
+        self._next: _Place | None = None
         self._begun = deque[Event]()  # one event per micro-batch: the end of the compute before it
 
     def upload(self, host: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -138,8 +120,8 @@ class Inputs:
 
 
 class Arriving:
-    """Brings the inputs of one visit's micro-batches, in order. The first is on its way. `uploads`: the uploads of all visits
-    so far."""
+    """Brings the inputs of one visit's micro-batches, in order. The first is on its way. `beside` is called with each
+    micro-batch after its upload was submitted. `uploads`: the uploads of all visits so far."""
 
     def __init__(self, crossings: Crossings, sources: Iterable[Source], beside: Beside) -> None:
         self._crossings, self._sources, self._beside = crossings, iter(sources), beside
@@ -194,14 +176,14 @@ class Arriving:
             target = device.empty_like(host)
             begun.append((target, device.upload(host, target)))
         if begun:
-            slot.busy = begun[-1][1]
+            slot.used = begun[-1][1]
         return begun
 
-    def _pinned(self, slot: _Slot, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _pinned(self, slot: _Place, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies the tensors that are not in the arena into this turn's slot, as far as they fit."""
-        if slot.busy is not None:
+        if slot.used is not None:
             with self._crossings.waiting(BOUNDARIES_ACROSS):
-                slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed
+                slot.used.synchronize()  # sync: the upload of the micro-batch before last, which has been computed
         pinned, end = [], 0
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
@@ -211,14 +193,6 @@ class Arriving:
                 end = align_up(end + size, COPY_ALIGN)
             pinned.append(tensor)
         return pinned
-
-
-@dataclass(frozen=True, slots=True)
-class _Return:
-    """Describes a result on its way to the host. `part`: held so that its device memory is not reused before the copy ends."""
-
-    part: torch.Tensor
-    event: Event
 
 
 def clear_padding(whole: torch.Tensor, micro_batch: MicroBatch) -> None:
@@ -233,8 +207,9 @@ class Leaving:
     def __init__(self, crossings: Crossings) -> None:
         self._device, self._waiting, self._across = crossings.device, crossings.waiting, crossings.across
         self._batches, self._memory = crossings.batches, crossings.memory
-        self._beside: list[_Return] = []  # results of the micro-batch under way
-        self._under_way: list[list[_Return]] = []  # copies under way, by micro-batch
+        # Results on their way to the host: held so that their device memory is not reused before the copy ends.
+        self._beside: list[tuple[torch.Tensor, Event]] = []  # of the micro-batch under way
+        self._under_way: list[list[tuple[torch.Tensor, Event]]] = []  # by micro-batch
 
     def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Sends `part`, the micro-batch's result on the device, to `host`, in its dtype. Its compute is submitted, and nobody
@@ -257,7 +232,7 @@ class Leaving:
         if not self._across:
             return self._batches.copied(part, lambda source: self._device.download(source, host))
         event = self._device.download(part, host)
-        self._beside.append(_Return(part, event))
+        self._beside.append((part, event))
         return event
 
     def settle(self) -> None:
@@ -268,16 +243,16 @@ class Leaving:
     def _submit(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Sends the last results of a micro-batch. The host waits for those of the one before, which bounds the device's
         memory."""
-        self._under_way.append([*self._beside, _Return(part, self._device.download(part, host))])
+        self._under_way.append([*self._beside, (part, self._device.download(part, host))])
         self._beside.clear()
         while len(self._under_way) > 1:
             self._arrive()
 
     def _arrive(self) -> None:
-        for oldest in self._under_way.pop(0):
+        for _, event in self._under_way.pop(0):
             with self._waiting(BOUNDARIES_ACROSS):
                 # Sync: the results of the micro-batch before this one, or of the last one at the end.
-                oldest.event.synchronize()
+                event.synchronize()
 
 
 class Gathering:

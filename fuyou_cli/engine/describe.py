@@ -10,6 +10,7 @@ allocates beside its weights is known in advance. What kernels allocate inside i
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,19 +26,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
 from ..core.process import MAPPED, alive, worked_on
-from ..spec.model import Dtype, ExpertWork, ModelSpec, StageSpec, TensorSpec
+from ..core.units import align_up
+from ..planner.boundary_layout import DEVICE_ALIGN, OUTPUT_ALIGN, SUMMARY_TOKENS
+from ..spec.model import Dtype, ExpertWork, ModelSpec, OperatorSpec, StageSpec, TensorSpec
 from ..spec.plan import whole_rows
-from .anatomy import Anatomy, Installed, Stage, dissect, outline, with_frozen_work
-from .calls import Between, StageCall, only_refusals, stage_calls
-from .experts import Bank, Noting
-from .isolated import isolated as kept_apart
-from .isolated import kept_apart_if_possible
+from .anatomy import Anatomy, Installed, Stage, dissect, kept_apart_if_possible, outline, with_frozen_work
+from .anatomy import isolated as kept_apart
+from .calls import Between, StageCall, only_refusals, stage_calls, tracing
+from .cutting import Sent, add_outputs, differentiate, is_lookup, is_plain, scales_rows
+from .experts import Route, work_of
 from .loss import Head, Part, TokenLoss, pieces
-from .module_state import tracing
-from .operators import OperatorTrace
-from .ranges import Sent, add_outputs, differentiate
+from .operators import Operators, factors, is_attention, name_of
 from .skeleton import EXPERT_KEYS, TORCH_DTYPE, setting, stays_float32
-from .vocabulary import is_lookup, is_plain, scales_rows
 
 _aten = torch.ops.aten
 _WITHOUT_ROOM = {
@@ -148,13 +148,7 @@ def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Cos
 
 
 def inspect(
-    anatomy: Anatomy,
-    *,
-    dtype: str,
-    micro_batch_size: int,
-    max_seq_len: int,
-    head_chunk_tokens: int,
-    short: Short | None = None,
+    anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int, short: Short | None = None
 ) -> ModelSpec:
     """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). `short`: rows that its blocks are
     traced in instead."""
@@ -211,13 +205,7 @@ def _is_table(module: nn.Module | None) -> bool:
 
 
 def _all_costs(
-    anatomy: Anatomy,
-    between: Between,
-    *,
-    dtype: str,
-    shape: tuple[int, int],
-    head_chunk_tokens: int,
-    short: Short | None,
+    anatomy: Anatomy, between: Between, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int, short: Short | None
 ) -> tuple[list[Costs], int, int]:
     """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Then
     those of what a block sends to its experts where these are stages of their own. Equal blocks run once."""
@@ -274,7 +262,7 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
         def one(parameters: Installed) -> None:
             y = call.run(x)
             if stage.cut is not None:
-                _packed(parameters, x.shape[0])
+                Sent.by(parameters).packed(x.shape[0])
             del y
 
         forward = _peak(stage, flat, one, gradients=False, short=short)
@@ -335,21 +323,166 @@ def _has_own_backward(*roots: torch.Tensor) -> bool:
     return False
 
 
+# ---- operators and FLOPs ------------------------------------------------------------------------------------------
+# Finds what a stage's forward consists of, on fake tensors: operators whose outputs can be kept, those whose outputs backward
+# never reads, and FLOPs.
+
+_FLAT_PRODUCTS = ("mm", "addmm", "experts")
+# Operators whose results do not depend on the values of their arguments.
+_SHAPE_ONLY = ("empty", "zeros", "ones", "new_empty", "new_zeros", "new_ones")
+
+
+class OperatorTrace(Operators):
+    """Traces one forward of `x`. `flat` holds the stage's weights, laid out as `tensors`; `names` are their names within the
+    stage."""
+
+    def __init__(self, x: torch.Tensor, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.flops = 0.0  # of all operators
+        self.expert_work: ExpertWork | None = None
+        self.choices = self.experts = 0  # that a token is sent to, of all mixtures; in one of them at most
+        self.found: list[OperatorSpec] = []
+        self._weights = flat.untyped_storage()  # held, so that no other storage gets its address
+        self._influence = _Influence(self._weights)
+        self._input, self._saved = x.untyped_storage(), dict[int, Any]()  # storages, by address
+        # By storage (held, so that no other gets its address): indexes in `found`.
+        self._outputs: dict[int, tuple[Any, int]] = {}
+        self.tensors, self.names = tensors, names
+
+    @property
+    def unneeded(self) -> tuple[OperatorSpec, ...]:
+        """Returns the products with a weight for which autograd saved nothing that depends on their value."""
+        needed = self._influence.needed
+        return tuple(o for o in self.found if o.index not in needed and o.weight >= 0 and o.kind in _FLAT_PRODUCTS)
+
+    def needs_all(self) -> None:
+        """Notes that it is not known what backward reads."""
+        self._influence.needed |= {operator.index for operator in self.found}
+        self._saved.clear()
+
+    def of(self, chosen: torch.Tensor, experts: int) -> Route:
+        """Notes a mixture, whose experts ask for their route here."""
+        self.choices, self.experts = self.choices + chosen.shape[-1], max(self.experts, experts)
+        return Route.of(chosen, experts)
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Notes that autograd saves `tensor` for backward."""
+        self._influence.look_at(tensor)
+        self._saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Returns the bytes of what autograd saved beside weights and input, as a device's allocator rounds them; 0 if it is
+        not known what backward reads."""
+        brought = (self._weights._cdata, self._input._cdata)
+        return sum(align_up(storage.nbytes(), DEVICE_ALIGN) for key, storage in self._saved.items() if key not in brought)
+
+    def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        flops, weight, offset = self._work(func, args)
+        out = func(*args, **kwargs)
+        of_weights = not self._influence.pass_on((args, kwargs), out, by=index)
+        name = f"{kind} {weight.removesuffix('.weight')}" if weight else kind
+        size = _attention_bytes(args[0], out) if kind == "attention" else _bytes(out)
+        self._outputs |= {leaf.untyped_storage()._cdata: (leaf.untyped_storage(), len(self.found)) for leaf in _tensors(out)}
+        self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size, weight=offset, of_weights=of_weights))
+        return out
+
+    def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._work(func, args)
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._overwrites(_tensors((args, kwargs)))
+        if not name_of(func).startswith(_SHAPE_ONLY):
+            written = (args, kwargs) if func._schema.is_mutable else ()
+            self._influence.pass_on((args, kwargs), (out, written))
+        return out
+
+    def _overwrites(self, tensors: list[torch.Tensor]) -> None:
+        """Notes that an operator writes into some of these tensors."""
+        for tensor in tensors:
+            _, place = self._outputs.get(tensor.untyped_storage()._cdata, (None, None))
+            if place is not None:
+                self.found[place] = replace(self.found[place], overwritten=True)
+
+    def _work(self, func: Any, args: Any) -> tuple[float, str, int]:
+        """Returns the FLOPs of one operator, the weight it uses, and where that weight begins ("" and -1 for none). A product
+        of two activations is attention; a causal mask leaves half of its scores."""
+        weight, offset = "", -1
+        if is_attention(func):
+            query, key, value = args[:3]
+            flops = float(query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+        elif (routed := work_of(func, args)) is not None:
+            work, offset = routed
+            flops = work.flops
+            tensor = next(n for n, tensor in enumerate(self.tensors) if tensor.offset == offset)
+            weight = re.sub(r"\.\d+\.", ".", self.names[tensor])  # of all experts, not of the first one
+            work = replace(work, frozen_flops=flops if self.tensors[tensor].frozen else 0.0)
+            self.expert_work = work if self.expert_work is None else self.expert_work + work
+        elif (pair := factors(func, args)) is not None:
+            left, right = pair
+            weight, offset = max(self._weight(left), self._weight(right), key=lambda found: found[1])
+            flops = (2.0 if weight else 1.0) * left.numel() * right.shape[-1]
+        else:
+            return 0.0, "", -1
+        self.flops += flops
+        return flops, weight, offset
+
+    def _weight(self, factor: torch.Tensor) -> tuple[str, int]:
+        """Returns the weight that `factor` is a view of, and where it begins; "" and -1 for activations."""
+        if factor.untyped_storage()._cdata != self._weights._cdata:
+            return "", -1
+        at = int(factor.storage_offset())
+        name = next(n for n, t in zip(self.names, self.tensors, strict=True) if t.offset <= at < t.offset + t.numel)
+        return name, at
+
+
+class _Influence:
+    """Tracks which operators the values in a storage depend on, whether on anything but `weights`, and which operators a saved
+    tensor depends on."""
+
+    _GIVEN = -1  # stands for the stage's input and what else it was called with
+
+    def __init__(self, weights: Any) -> None:
+        self.needed: set[int] = set()
+        # By storage, held so that no other gets its address.
+        self._of: dict[int, tuple[Any, frozenset[int]]] = {weights._cdata: (weights, frozenset())}
+
+    def pass_on(self, given: Any, made: Any, *, by: int | None = None) -> bool:
+        """Notes that an operator made `made` from `given`, or wrote into it. Returns whether that is of more than weights."""
+        passed = frozenset().union(*(self._on(leaf) for leaf in _tensors(given)), () if by is None else (by,))
+        for leaf in _tensors(made):
+            storage = leaf.untyped_storage()
+            before = self._of.get(storage._cdata, (None, frozenset[int]()))[1]
+            self._of[storage._cdata] = (storage, before | passed)
+        return self._GIVEN in passed
+
+    def look_at(self, tensor: torch.Tensor) -> None:
+        self.needed |= self._on(tensor)
+
+    def _on(self, tensor: torch.Tensor) -> frozenset[int]:
+        return self._of.get(tensor.untyped_storage()._cdata, (None, frozenset((self._GIVEN,))))[1]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(out: torch.Tensor) -> int:
+    return out.numel() * out.element_size()
+
+
+def _attention_bytes(query: torch.Tensor, outputs: Any) -> int:
+    """Returns the bytes of the output and, per head and token, of the float32 log-sum-exp that backward needs on any device."""
+    summaries = 4 * query.shape[:-2].numel() * align_up(query.shape[-2], SUMMARY_TOKENS)
+    return align_up(_bytes(outputs[0]), OUTPUT_ALIGN) + summaries
+
+
 # ---- a block without its experts, and these --------------------------------------------------------------------------------
-
-
-def _packed(parameters: Installed, rows: int) -> torch.Tensor:
-    """Returns what a block that was cut has sent to its experts, as a visit keeps it."""
-    (noting,) = parameters.banks
-    assert isinstance(noting, Noting)
-    return Sent.by(noting).packed(rows)
 
 
 def _roots(parameters: Installed, shape: tuple[int, ...]) -> Roots:
     """Returns where the backward of such a block begins beside its output."""
-    (noting,) = parameters.banks
-    assert isinstance(noting, Noting)
-    sent = Sent.by(noting)
+    sent = Sent.by(parameters)
     return sent.roots(torch.empty(*shape, sent.hidden.shape[1] + sent.weights.shape[1]))
 
 
@@ -360,9 +493,7 @@ def _sent(stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str) -> Sent
         flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
         with stage.installed(flat) as parameters:
             call.run(x.detach())
-        (noting,) = parameters.banks
-        assert isinstance(noting, Noting)
-        return Sent.by(noting)
+        return Sent.by(parameters)
 
 
 def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
@@ -375,16 +506,12 @@ def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
         width = sent.hidden.shape[1]
 
         def forward(parameters: Installed) -> None:
-            (bank,) = parameters.banks
-            assert isinstance(bank, Bank)
-            add_outputs(stage, bank, Sent.of(packed, width, each), torch.empty(tokens, width))
+            add_outputs(stage, parameters, Sent.of(packed, width, each), torch.empty(tokens, width))
             torch.empty(tokens, width, dtype=sent.hidden.dtype)
 
         def both(parameters: Installed) -> None:
-            (bank,) = parameters.banks
-            assert isinstance(bank, Bank)
             grad, sums = torch.empty(tokens, width, dtype=sent.hidden.dtype), torch.empty(tokens, width + each)
-            differentiate(stage, bank, Sent.of(packed, width, each), grad, sums)
+            differentiate(stage, parameters, Sent.of(packed, width, each), grad, sums)
 
         peaks = [_peak(stage, flat, run, gradients=False) for run in (forward, both)]
     matrices = [tensor for tensor in stage.tensors if tensor.routed and len(tensor.shape) == (2 if tensor.whole is None else 3)]
@@ -446,12 +573,7 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
 
 
 def _peak(
-    stage: Stage,
-    flat: torch.Tensor,
-    run: Callable[[Installed], object],
-    *,
-    gradients: bool,
-    short: Short | None = None,
+    stage: Stage, flat: torch.Tensor, run: Callable[[Installed], object], *, gradients: bool, short: Short | None = None
 ) -> _Peak:
     live = LiveBytes(flat, short=short)
     with stage.installed(flat) as parameters, torch.set_grad_enabled(gradients), live:
@@ -489,19 +611,30 @@ def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = F
 
 def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
     """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError if it cannot be
-    traced."""
-    specify = traced if known.refusal is None else estimate
+    traced.
+
+    A block that computes token by token has operators for each, so that tracing a long row takes minutes. The same number of
+    tokens is traced in short rows instead, because what such a block keeps grows with the number of tokens and not with their
+    distance. None of its operators is kept: those of short rows are not those of a run. Of a model that the engine cannot train
+    counts are exact, and the work of its blocks follows rules.
+    """
+    anatomy, shape = known.anatomy, (micro_batch_size, max_seq_len)
     try:
-        model = specify(
-            known.anatomy,
-            dtype=dtype,
-            micro_batch_size=micro_batch_size,
-            max_seq_len=max_seq_len,
-            head_chunk_tokens=head_chunk_tokens,
-        )
+        short = None
+        if (_is_unrolled if known.refusal is None else _is_recurrent)(anatomy):
+            short = Short.of(shape, {size for parameter in anatomy.model.parameters() for size in parameter.shape})
+        model = inspect(
+            anatomy, dtype=dtype, micro_batch_size=micro_batch_size, max_seq_len=max_seq_len,
+            head_chunk_tokens=head_chunk_tokens, short=short,
+        )  # fmt: skip
     except UsageError as error:
         raise UsageError(known.refusal or error.message, hint=error.hint) from error
-    return _counted(model, known.anatomy)
+    if known.refusal is not None:
+        text, stages = anatomy.model.config.get_text_config(), list(model.stages)
+        for layer, stage in enumerate(stage for stage in model.stages if stage.kind == "block"):
+            stages[stage.index] = replace(stage, forward_flops=_block_flops(stage, layer, text, shape))
+        model = with_frozen_work(replace(model, stages=tuple(stages)), tokens=micro_batch_size * max_seq_len)
+    return _counted(model, anatomy)
 
 
 def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
@@ -527,22 +660,6 @@ def _kept_in_float32(model: PreTrainedModel) -> int:
 # ---- recurrent blocks ------------------------------------------------------------------------------------------------
 
 
-def traced(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
-    """Returns the specification of a model that the engine trains.
-
-    A block that computes token by token has operators for each, so that tracing a long row takes minutes. The same number of
-    tokens is traced in short rows instead, because what such a block keeps grows with the number of tokens and not with their
-    distance. None of its operators is kept: those of short rows are not those of a run.
-    """
-    short = _short(anatomy, (micro_batch_size, max_seq_len)) if _is_unrolled(anatomy) else None
-    shape = {"micro_batch_size": micro_batch_size, "max_seq_len": max_seq_len}
-    return inspect(anatomy, dtype=dtype, head_chunk_tokens=head_chunk_tokens, short=short, **shape)
-
-
-def _short(anatomy: Anatomy, shape: tuple[int, int]) -> Short | None:
-    return Short.of(shape, {size for parameter in anatomy.model.parameters() for size in parameter.shape})
-
-
 def _is_unrolled(anatomy: Anatomy) -> bool:
     """Whether a model without attention has operators for every token of a row."""
     if setting(anatomy.model.config.get_text_config(), "num_attention_heads"):
@@ -550,24 +667,6 @@ def _is_unrolled(anatomy: Anatomy) -> bool:
     between = Between()
     stage_calls(anatomy.model, anatomy.modules(), shape=(1, _STEPS), between=between)
     return between.operators >= _FEW * _STEPS
-
-
-# ---- what cannot be trained ------------------------------------------------------------------------------------------
-
-
-def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
-    """Returns the specification of a model that the engine cannot train. Its counts are exact; the work of its blocks follows
-    rules. Blocks that may be recurrent are traced in short rows.
-    """
-    shape = micro_batch_size, max_seq_len
-    short = _short(anatomy, shape) if _is_recurrent(anatomy) else None
-    sizes = {"micro_batch_size": micro_batch_size, "max_seq_len": max_seq_len}
-    model = inspect(anatomy, dtype=dtype, head_chunk_tokens=head_chunk_tokens, short=short, **sizes)
-    text = anatomy.model.config.get_text_config()
-    stages = list(model.stages)
-    for layer, stage in enumerate(stage for stage in model.stages if stage.kind == "block"):
-        stages[stage.index] = replace(stage, forward_flops=_block_flops(stage, layer, text, shape))
-    return with_frozen_work(replace(model, stages=tuple(stages)), tokens=micro_batch_size * max_seq_len)
 
 
 def _is_recurrent(anatomy: Anatomy) -> bool:

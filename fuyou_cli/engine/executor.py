@@ -25,11 +25,10 @@ from .activations import open_activations
 from .anatomy import Anatomy
 from .attention import AttentionSeen, Documents
 from .compiled import CompiledBlocks
-from .context import Context
+from .context import Context, HostMemory
 from .devices.base import Device
 from .gradients import LOOK, squared_norm
 from .head import HeadPasses
-from .host_memory import HostMemory
 from .loss import IGNORED, shifted
 from .passes import EmbeddingPasses, RangedPasses
 from .routing import Routing
@@ -57,20 +56,10 @@ class Executor:
     """Runs steps of one model. Close it to give the model its own forwards back."""
 
     def __init__(
-        self,
-        *,
-        anatomy: Anatomy,
-        model: ModelSpec,
-        plan: Plan,
-        daemon: SwapDaemon,
-        memory: HostMemory,
-        device: Device,
-        optimizer: Optimizer,
-        patience: Patience = SILENT,
-        compiled: CompiledBlocks | None = None,
-        between_micro_batches: Callable[[], None] = lambda: None,
-        after_visit: Callable[[Visit], None] = lambda visit: None,
-    ) -> None:
+        self, *, anatomy: Anatomy, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device,
+        optimizer: Optimizer, patience: Patience = SILENT, compiled: CompiledBlocks | None = None,
+        between_micro_batches: Callable[[], None] = lambda: None, after_visit: Callable[[Visit], None] = lambda visit: None,
+    ) -> None:  # fmt: skip
         self.anatomy, self.model, self.plan, self.device, self.optimizer = anatomy, model, plan, device, optimizer
         self.between_micro_batches, self.after_visit = between_micro_batches, after_visit
         context = Context(anatomy=anatomy, model=model, plan=plan, daemon=daemon, memory=memory, device=device)
@@ -135,15 +124,18 @@ class Executor:
         self._outcome.label_tokens = int((targets != IGNORED).sum())
         self.head.begin_step(self._outcome.label_tokens)
         targets = self.head.placed(targets)  # before anything else is submitted, because such a copy waits for all of it
-        if sweeps is not None:
-            self.visits.divide([part for parts in sweeps for part in parts])
-        divided = self._divided(input_ids, sweeps, documents)
+        shares = self._shares(input_ids, sweeps)
+        self.visits.divide([part for parts in shares for part in parts])
+        divided = [self._divided(parts, input_ids.shape[1], documents) for parts in shares]
         self.visits.seed(BETWEEN_STAGES, 0)
         input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
-        for number, rows in enumerate(self.visits.sweeps(input_ids.shape[0], sweeps)):
-            before = sum(len(earlier.parts) for earlier in divided[:number])
+        before = 0  # micro-batches
+        for parts, share in zip(shares, divided, strict=True):
+            rows = slice(parts[0].first, parts[-1].end)
+            self.visits.begin_sweep(parts, before)
             self.routing.begin_sweep(before, None if there is None or real is None else (real[rows], there[rows]))
-            self._sweep(input_ids[rows], positions, targets[rows], divided[number])
+            self._sweep(input_ids[rows], positions, targets[rows], share)
+            before += len(parts)
         if self.plan.norm_first:
             self.routing.check(changed=self._updating)
         else:
@@ -155,23 +147,22 @@ class Executor:
         self.visits.residency.update_later(self._scalars)
         return self._outcome
 
-    def _divided(
-        self, ids: torch.Tensor, sweeps: Sequence[tuple[MicroBatch, ...]] | None, documents: Documents | None
-    ) -> list[Divided]:
-        """Tells how each sweep's share of a step is divided."""
-        (rows, width), numerics = ids.shape, self.plan.numerics
+    def _shares(self, ids: torch.Tensor, sweeps: Sequence[tuple[MicroBatch, ...]] | None) -> Sequence[tuple[MicroBatch, ...]]:
+        """Returns the micro-batches of each sweep, whose rows count in the step."""
+        count, (rows, width) = self.plan.sweeps, ids.shape
         if sweeps is None:
-            share = rows // self.plan.sweeps
-            sweeps = [even(share, numerics.micro_batch_size, width)] * self.plan.sweeps
-            firsts = list(range(0, rows, share))
-        else:
-            firsts = [parts[0].first for parts in sweeps]
-            sweeps = [tuple(part.after(first) for part in parts) for first, parts in zip(firsts, sweeps, strict=True)]
-        of_rows = [
-            None if documents is None else documents[first : first + parts[-1].end]
-            for first, parts in zip(firsts, sweeps, strict=True)
-        ]
-        return [self.streamed.divided(*of, width, step=numerics.document_step) for of in zip(sweeps, of_rows, strict=True)]
+            assert rows % count == 0, (rows, count)
+            parts = even(rows // count, self.plan.numerics.micro_batch_size, width)
+            sweeps = [tuple(part.after(-begin) for part in parts) for begin in range(0, rows, rows // count)]
+        assert len(sweeps) == count, (len(sweeps), count)
+        return sweeps
+
+    def _divided(self, parts: tuple[MicroBatch, ...], width: int, documents: Documents | None) -> Divided:
+        """Tells how a sweep's share of a step is divided."""
+        first, end = parts[0].first, parts[-1].end
+        of_rows = None if documents is None else documents[first:end]
+        own = tuple(part.after(first) for part in parts)
+        return self.streamed.divided(own, of_rows, width, step=self.plan.numerics.document_step)
 
     def _sweep(self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, divided: Divided) -> None:
         """Runs forward and backward for some rows of the step's batch."""
@@ -249,13 +240,9 @@ class Executor:
         in the weights, without its origin."""
         try:
             return squared_norm(
-                self.model.stages[stage],
-                squares,
-                gradients,
-                step=self.visits.step,
-                changed=self._updating,
+                self.model.stages[stage], squares, gradients, step=self.visits.step, changed=self._updating,
                 reached=self.reached,
-            )
+            )  # fmt: skip
         except NumericsError as error:
             self._refuse(error)
             return 0.0

@@ -453,9 +453,15 @@ def _filled(x: torch.Tensor, first: int, rows: int, real: int) -> torch.Tensor:
     return some
 
 
-def _matrix(flat: torch.Tensor, offset: int, inputs: int, size: int, *, turned: bool) -> torch.Tensor:
-    """Returns one matrix as (inputs, outputs)."""
-    return flat.as_strided((inputs, size), (size, 1) if turned else (1, inputs), flat.storage_offset() + offset)
+def _matrices(
+    flat: torch.Tensor, offsets: Sequence[int], inputs: int, sizes: Sequence[int], *, turned: bool
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields the matrices of an expert, part by part, as (inputs, outputs), with the columns that they give."""
+    at = 0
+    for offset, size in zip(offsets, sizes, strict=True):
+        strides = (size, 1) if turned else (1, inputs)
+        yield slice(at, at + size), flat.as_strided((inputs, size), strides, flat.storage_offset() + offset)
+        at += size
 
 
 def _bias(flat: torch.Tensor, biases: int, expert: int, like: torch.Tensor) -> torch.Tensor:
@@ -469,11 +475,8 @@ def _experts(
 ) -> torch.Tensor:  # fmt: skip
     experts, out = len(counts), x.new_empty(x.shape[0], sum(sizes))
     for expert, some, results in _by_expert(x, out, counts):
-        at = 0
-        for part, size in enumerate(sizes):
-            weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned)
-            torch.mm(some, weight, out=results[:, at : at + size])
-            at += size
+        for columns, weight in _matrices(flat, offsets[expert::experts], inputs, sizes, turned=turned):
+            torch.mm(some, weight, out=results[:, columns])
     for expert, begin, count in _groups(counts) if biases >= 0 else ():
         bias = _bias(flat, biases, expert, out)
         out[begin : begin + count] += bias if shares is None else shares[begin : begin + count] * bias
@@ -486,14 +489,11 @@ def _experts_back(
 ) -> torch.Tensor:  # fmt: skip
     experts, out = len(counts), grad.new_empty(grad.shape[0], inputs)
     for expert, some, results in _by_expert(grad, out, counts):
-        at = 0
-        for part, size in enumerate(sizes):
-            weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned).t()
-            if part:
-                results.addmm_(some[:, at : at + size], weight)
+        for columns, weight in _matrices(flat, offsets[expert::experts], inputs, sizes, turned=turned):
+            if columns.start:
+                results.addmm_(some[:, columns], weight.t())
             else:
-                torch.mm(some[:, :size], weight, out=results)
-            at += size
+                torch.mm(some[:, columns], weight.t(), out=results)
     return out
 
 
@@ -515,15 +515,12 @@ _LIBRARY = torch.library.Library("fuyou", "DEF")
 _SHAPES = "int[] offsets, int[] counts, int[] sizes, int inputs, bool turned"
 _LIBRARY.define(f"experts(Tensor x, Tensor flat, {_SHAPES}, int biases, Tensor? shares) -> Tensor")
 _LIBRARY.define(f"experts_back(Tensor grad, Tensor flat, {_SHAPES}) -> Tensor")
-_LIBRARY.impl("experts", _experts, "CPU")
-_LIBRARY.impl("experts", _experts, "CUDA")
-_LIBRARY.impl("experts_back", _experts_back, "CPU")
-_LIBRARY.impl("experts_back", _experts_back, "CUDA")
+for _kind in ("CPU", "CUDA"):
+    _LIBRARY.impl("experts", _experts, _kind)
+    _LIBRARY.impl("experts_back", _experts_back, _kind)
 
 
-def _experts_shape(
-    x: Any, flat: Any, offsets: Any, counts: Any, sizes: Any, inputs: Any, turned: Any, biases: Any, shares: Any
-) -> Any:
+def _experts_shape(x: Any, flat: Any, offsets: Any, counts: Any, sizes: Any, *_: Any) -> Any:
     return x.new_empty(x.shape[0], sum(sizes))
 
 

@@ -23,14 +23,14 @@ from ..planner.device import GRADIENTS_ACROSS, square_lanes
 from ..planner.ledgers import Residency
 from ..planner.memory import summing_spans
 from ..planner.schedule import Visit
-from ..spec.model import ITEM_SIZE, StageSpec, TensorSpec
+from ..spec.model import ITEM_SIZE, StageSpec
 from ..spec.plan import Span
 from .anatomy import Installed
 from .context import Context
-from .device_states import DeviceStates
 from .devices.base import Event, Squares
 from .moves import Waiting
 from .skeleton import TORCH_DTYPE
+from .updates import DeviceStates
 
 PIECE = 1 << 19  # elements added at once
 LOOK = "lower optimizer.lr or look at the data of this step"  # the remedy if a step's numbers are not finite
@@ -163,19 +163,13 @@ def squared_norm(
     total = 0.0
     for spec, value in zip(stage.trained_tensors, squares, strict=True):
         if not math.isfinite(value):
-            raise NumericsError(
-                f"step {step}: {_nonfinite(spec, summed)} gradients of {spec.name} ({stage.name}) are not finite",
-                hint=LOOK,
-                changed=changed,
-            )
+            found = int((~summed[spec.offset : spec.offset + spec.numel].isfinite()).sum())
+            what = f"step {step}: {found} gradients of {spec.name} ({stage.name}) are not finite"
+            raise NumericsError(what, hint=LOOK, changed=changed)
         if value:
             reached.add(spec.name)
         total += value
     return total
-
-
-def _nonfinite(spec: TensorSpec, summed: torch.Tensor) -> int:
-    return int((~summed[spec.offset : spec.offset + spec.numel].isfinite()).sum())
 
 
 # ---- to the host -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ every column of the logits before the gradient of any is known.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -21,7 +20,7 @@ from .crossings import Leaving, clear_padding
 from .devices.base import Squares
 from .gradients import add_in_pieces
 from .loss import Head, Part, TokenLoss, mean, pieces
-from .visits import Visits
+from .visits import Visits, backpropagate
 
 
 class HeadPasses:
@@ -97,7 +96,7 @@ class HeadPasses:
         for stage in self.visits.model.stages:
             if stage.kind == "head":
                 parts: list[torch.Tensor] = []
-                self._visit_piece(stage.index, hidden, partial(_put_last, parts))
+                self._visit_piece(stage.index, hidden, partial(lambda found, _, logits: found.append(logits.squeeze(1)), parts))
                 columns.append(torch.cat(parts))
         return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
@@ -109,7 +108,6 @@ class HeadPasses:
         stage = visits.model.stages[-1].index
         visit, flat = visits.enter("head", stage)
         total = visits.sums.open(visit.owner if visit.owner is not None else stage, resume=visit.resume)
-        begin = time.monotonic()
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
         losses = list[torch.Tensor]()
         batch = visits.micro_batches(hidden)
@@ -123,7 +121,7 @@ class HeadPasses:
                     piece = part[cut].detach().requires_grad_(True)
                     with torch.enable_grad():
                         piece_loss = head.loss(piece, part_targets[cut], normaliser=normaliser)
-                        visits.differentiate(piece_loss, None, [piece, *parameters])
+                        backpropagate(piece_loss, None, [piece, *parameters])
                     losses.append(piece_loss.detach())
                     assert piece.grad is not None
                     leaving.put(piece.grad, micro_batch.of(gradient)[cut])
@@ -137,7 +135,7 @@ class HeadPasses:
             self.settle()
         if not visits.model.tied_head:
             visits.sums.end(visit, stage, total)
-        visits.leave(visit, begin)
+        visits.leave(visit)
         return gradient
 
     # ---- in pieces -------------------------------------------------------------------------------------------------
@@ -178,9 +176,7 @@ class HeadPasses:
     def _visit_piece(self, stage: int, hidden: torch.Tensor, take: Callable[[Part, torch.Tensor], None]) -> Visit:
         """Hands the piece's logits to `take`, chunk by chunk. Returns the visit."""
         visits = self.visits
-        visit, flat = visits.enter("logits", stage)
-        begin = time.monotonic()
-        with torch.no_grad(), self.head.stubbed(), visits.installed(visit.owner, flat):
+        with visits.forward(stage, phase="logits") as (visit, _), self.head.stubbed():
             micro_batches = visits.micro_batches(hidden)
             arriving = visits.inputs(partial(lambda of: [of(hidden).contiguous()], each.of) for each in micro_batches)
             for micro_batch in micro_batches:
@@ -188,7 +184,6 @@ class HeadPasses:
                 for part, piece in self._chunks(micro_batch, batch):
                     take(part, self.head.logits(piece))
                     visits.between()
-        visits.leave(visit, begin)
         return visit
 
     def _differentiate_piece(
@@ -201,7 +196,6 @@ class HeadPasses:
         visit, flat = visits.enter("head", stage)
         assert visit.owner is not None
         total = visits.sums.open(visit.owner, resume=visit.resume)
-        begin = time.monotonic()
         begins = stage == visits.model.stages[-1].index
         batch = visits.micro_batches(hidden)
         sources = (hidden,) if begins else (hidden, gradient)
@@ -216,7 +210,7 @@ class HeadPasses:
                     with torch.enable_grad():
                         logits = self.head.logits(piece)
                     slope = tokens.gradient(part, logits, first=first, normaliser=normaliser)
-                    visits.differentiate(logits, slope, [piece, *parameters])
+                    backpropagate(logits, slope, [piece, *parameters])
                     del logits, slope
                     assert piece.grad is not None
                     _add(sums[0][part.cut], piece.grad)
@@ -227,17 +221,12 @@ class HeadPasses:
                 del states, sums, piece
         leaving.settle()
         visits.sums.end(visit, visit.owner, total)
-        visits.leave(visit, begin)
+        visits.leave(visit)
 
     def _chunks(self, micro_batch: MicroBatch, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
         """Returns a micro-batch of the last hidden state on the device, chunk by chunk, each chunk a leaf."""
         for cut in pieces(batch.shape[0], batch.shape[1], self.visits.plan.numerics.head_chunk_tokens):
             yield Part(micro_batch, cut), batch[cut].detach()
-
-
-def _put_last(parts: list[torch.Tensor], part: Part, logits: torch.Tensor) -> None:
-    """Puts aside the logits (rows, columns) of each row's only token."""
-    parts.append(logits.squeeze(1))
 
 
 def _add(sums: torch.Tensor, gradient: torch.Tensor) -> None:

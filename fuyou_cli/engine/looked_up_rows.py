@@ -21,7 +21,7 @@ from ..spec.model import ITEM_SIZE, PAGE, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import SwapDaemon
 from ..swap.kernels import checksum
-from .host_memory import HostMemory
+from .context import HostMemory
 
 FIRST_TICKET = 1 << 62  # the daemon's own are smaller
 _AT_ONCE = 512  # reads of rows under way, of all tables: far fewer than the daemon takes

@@ -13,10 +13,9 @@ from ..core.process import SILENT, Patience
 from ..planner.ledgers import FOREVER, Record, Residency
 from ..swap.daemon import Result
 from .context import Context
-from .device_states import DeviceStates, lost
 from .devices.base import Moment
 from .looked_up_rows import FIRST_TICKET, LookedUpRows
-from .updates import build_update, sums_of
+from .updates import DeviceStates, build_update, lost, sums_of
 
 # Takes a cause; the time that compute waits inside the context is a stall of that cause.
 Waiting = Callable[[str], AbstractContextManager[None]]
@@ -117,14 +116,9 @@ class DaemonMoves:
         if self.plan.stages[record.stage].updated_there:  # gradients are there too: nothing crosses
             return self.states.update(record, target=target, copied=copied)
         request = build_update(
-            record,
-            self.model.stages[record.stage],
-            self.plan.stages[record.stage],
-            numerics=self.plan.numerics,
-            layout=self.model.layout,
-            target=target,
-            copied=copied,
-        )
+            record, self.model.stages[record.stage], self.plan.stages[record.stage], numerics=self.plan.numerics,
+            layout=self.model.layout, target=target, copied=copied,
+        )  # fmt: skip
         return self.daemon.update(request)
 
     def updated(self, record: Record, result: Result) -> None:
@@ -135,6 +129,7 @@ class DaemonMoves:
         record.sums = sums_of(result, self.plan.stages[record.stage], record.sums, copied=written)
 
     def join(self, record: Record) -> None:
+        # Frozen parameters were read from the store behind them: a visit wants both in one span.
         home, slot = self.plan.stages[record.stage].trained_ram, record.span
         assert home is not None and slot is not None
         arena = self._memory.arena

@@ -4,7 +4,6 @@ The head is computed by `head`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,14 +18,23 @@ from ..spec.plan import MicroBatch, whole_rows
 from .activations import Activations, Run
 from .anatomy import Installed
 from .crossings import Gathering, Leaving, clear_padding
-from .experts import Bank, Noting
+from .cutting import (
+    OfMicroBatches,
+    Sent,
+    StepIds,
+    add_outputs,
+    add_rows,
+    differentiate,
+    is_lookup,
+    is_plain,
+    padding_at,
+    scales_rows,
+)
 from .gradients import GradientSum
-from .ranges import Sent, add_outputs, differentiate
 from .routing import Roots, RoutedVisit, Routing
 from .skeleton import TORCH_DTYPE
 from .streamed import Call
-from .visits import Visits
-from .vocabulary import OfMicroBatches, StepIds, add_rows, is_lookup, is_plain, padding_at, scales_rows
+from .visits import Visits, backpropagate
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +71,14 @@ class BlockPasses:
     def __init__(self, visits: Visits, activations: Sequence[Activations], routing: Routing | None = None) -> None:
         self.visits, self.activations, self._routing = visits, activations, routing
 
-    def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Returns the stage's output for the whole batch. x: (batch, tokens, ...)."""
-        return self._forward(call, x)
-
-    def _forward(self, call: Call, x: torch.Tensor, sent: Gathering | None = None) -> torch.Tensor:
-        """Does so in one visit. `sent` is filled with what the block sends to experts that are stages of their own."""
+    def forward(self, call: Call, x: torch.Tensor, sent: Gathering | None = None) -> torch.Tensor:
+        """Returns the stage's output for the whole batch, in one visit. x: (batch, tokens, ...). `sent` is filled with what the
+        block sends to experts that are stages of their own."""
         visits = self.visits
-        visit, flat = visits.enter("forward", call.stage, x)
-        begin = time.monotonic()
-        state = visits.device.random_state()
-        with torch.no_grad(), visits.installed(call.stage, flat) as parameters:
+        with visits.forward(call.stage, x) as (visit, parameters):
+            state = visits.device.random_state()
             y = self.computed(call, x, parameters, stash=visit.stash and visits.device.separate, sent=sent)
-        visits.device.restore_random_state(state)
-        visits.boundaries.seal(call.stage)
-        visits.leave(visit, begin)
+            visits.device.restore_random_state(state)
         return y
 
     def _routed(self, stage: int, parameters: Installed, *, again: bool) -> AbstractContextManager[RoutedVisit | None]:
@@ -90,7 +91,7 @@ class BlockPasses:
         visits, activations = self.visits, self.activations[call.stage]
         y = Gathering(visits.crossings, x.shape)
         micro_batches = visits.micro_batches(x)
-        arriving = visits.inputs(partial(lambda of: [of(x).contiguous()], each.of) for each in micro_batches)
+        arriving = visits.inputs(partial(_parts, each, [x]) for each in micro_batches)
         with self._routed(call.stage, parameters, again=False) as routed:
             for number, micro_batch in enumerate(micro_batches):
                 (part,) = arriving.take()
@@ -105,7 +106,7 @@ class BlockPasses:
                 if stash and part._version != version:
                     raise self._written_into(call.stage, call.of(number), part)
                 if sent is not None:
-                    sent.put(micro_batch, _noted(parameters).packed(micro_batch.end - micro_batch.first))
+                    sent.put(micro_batch, Sent.by(parameters).packed(micro_batch.end - micro_batch.first))
                 if len(micro_batches) > 1:
                     visits.between()
         return y.settled()
@@ -124,26 +125,13 @@ class BlockPasses:
             hint="change the model's code to write into a copy; if you cannot change it, it cannot be streamed on a GPU",
         )
 
-    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of the stage's input for the whole batch, and sums the stage's own. Returns None for `ids`, and
-        where no stage below learns anything."""
-        return self._backward(call, ids, grad_y)
-
-    def _backward(
+    def backward(
         self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, beside: Beside | None = None
     ) -> torch.Tensor | None:
-        """Does so in one visit, which also begins `beside` the stage's output."""
-        visits = self.visits
-        visit, flat = visits.enter("backward", call.stage)
-        boundary = visits.boundaries.take(call.stage, visits.residency.wait_until) if visit.take else []
-        total = visits.sums.open(call.stage, resume=visit.resume)
-        begin = time.monotonic()
-        grad_x = self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total, beside)
-        if visit.take:
-            (visits.boundaries.leave if visit.measures else visits.boundaries.drop)(call.stage)
-        visits.sums.end(visit, call.stage, total)
-        visits.leave(visit, begin)
-        return grad_x
+        """Returns the gradient of the stage's input for the whole batch, and sums the stage's own, in one visit, which also
+        begins `beside` the stage's output. Returns None for `ids`, and where no stage below learns anything."""
+        with self.visits.backward(call.stage) as (_, flat, boundary, total):
+            return self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total, beside)
 
     def differentiated(
         self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None,
@@ -153,17 +141,11 @@ class BlockPasses:
         visits, activations = self.visits, self.activations[call.stage]
         micro_batches = visits.micro_batches(grad_y)
         given = [grad_y] if beside is None else [grad_y, beside.gradients]
-        sources = (
-            partial(lambda n, each: [x[n], *(each.of(whole).contiguous() for whole in given)], *each)
-            for each in enumerate(micro_batches)
-        )
+        sources = (partial(lambda n, each: [x[n], *_parts(each, given)], *each) for each in enumerate(micro_batches))
         arriving = visits.inputs(sources, beside=activations.begin)
         grad_x = Gathering(visits.crossings, grad_y.shape)
         passes_on = visits.model.stages[call.stage].passes_on
-        with (
-            visits.learning(call.stage, flat, total) as parameters,
-            self._routed(call.stage, parameters, again=True) as routed,
-        ):
+        with visits.learning(call.stage, flat, total) as parameters, self._routed(call.stage, parameters, again=True) as routed:
             for number, micro_batch in enumerate(micro_batches):
                 part, grad, *more = arriving.take()
                 part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
@@ -175,7 +157,7 @@ class BlockPasses:
                     roots = [] if routed is None else routed.roots()
                     if beside is not None:
                         roots += beside.roots(parameters, *more)
-                    visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, roots)
+                    backpropagate(y, grad, [part, *parameters] if passes_on else parameters, roots)
                 del y, grad, more, roots  # each is as large as a micro-batch's boundary
                 if passes_on:
                     assert part.grad is not None
@@ -187,7 +169,7 @@ class BlockPasses:
 
 
 # ---- blocks and ranges of their experts ---------------------------------------------------------------------------
-# Computes blocks whose experts are stages of their own (`engine/ranges`): the block's visit, then one of each range.
+# Computes blocks whose experts are stages of their own (`engine/cutting`): the block's visit, then one of each range.
 
 
 class RangedPasses(BlockPasses):
@@ -197,19 +179,21 @@ class RangedPasses(BlockPasses):
         """Returns the stage whose visit begins the backward of a call of `stage`."""
         return self.visits.model.ranges(stage).stop - 1
 
-    def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, call: Call, x: torch.Tensor, sent: Gathering | None = None) -> torch.Tensor:
         ranges = self.visits.model.ranges(call.stage)
         if not ranges:
             return super().forward(call, x)
         sent = Gathering(self.visits.crossings, x.shape)
-        y = self._forward(call, x, sent)
+        y = super().forward(call, x, sent)
         whole = sent.settled()
         sums = self._room(y, y.shape[-1])
         for stage in ranges:
             self._add(stage, whole, sums, y, each=self._each(call.stage))
         return y
 
-    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
+    def backward(
+        self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, beside: Beside | None = None
+    ) -> torch.Tensor | None:
         model = self.visits.model
         ranges = model.ranges(call.stage)
         if not ranges:
@@ -224,7 +208,7 @@ class RangedPasses(BlockPasses):
         del sent
         if sums is None:
             return None
-        return self._backward(call, ids, grad_y, Beside(sums, lambda parameters, sums: _noted(parameters).roots(sums)))
+        return super().backward(call, ids, grad_y, Beside(sums, lambda parameters, sums: Sent.by(parameters).roots(sums)))
 
     def _each(self, block: int) -> int:
         """Returns how many experts of a block a token is sent to."""
@@ -238,13 +222,11 @@ class RangedPasses(BlockPasses):
     def _add(self, stage: int, sent: torch.Tensor, sums: torch.Tensor, y: torch.Tensor, *, each: int) -> None:
         """Visits a range, which adds its outputs to `sums`; the last one adds these to `y`."""
         visits = self.visits
-        visit, flat = visits.enter("forward", stage, sent)
-        begin = time.monotonic()
         begins, ends = visits.model.stages[stage - 1].expert_range is None, visits.model.stages[stage].is_last_range
         micro_batches, given = visits.micro_batches(sent), [sent, *([] if begins else [sums]), *([y] if ends else [])]
-        arriving = visits.inputs(partial(_parts, part, given) for part in micro_batches)
         leaving, target = Leaving(visits.crossings), y if ends else sums
-        with torch.no_grad(), visits.installed(stage, flat) as parameters:
+        with visits.forward(stage, sent) as (visit, parameters):
+            arriving = visits.inputs(partial(_parts, part, given) for part in micro_batches)
             for number, part in enumerate(micro_batches):
                 packed, *more = arriving.take()
                 if visit.stash and visits.device.separate:
@@ -252,16 +234,12 @@ class RangedPasses(BlockPasses):
                     visits.boundaries.awaits(stage, kept)
                 total = self._begun(part, sums) if begins else more.pop(0)
                 flat_total = total.view(-1, total.shape[-1])
-                add_outputs(
-                    visits.stages[stage], _bank(parameters), Sent.of(packed, y.shape[-1], each), flat_total, self._inside
-                )
+                add_outputs(visits.stages[stage], parameters, Sent.of(packed, y.shape[-1], each), flat_total, self._inside)
                 clear_padding(target, part)
                 leaving.put((more[0] + total).to(y.dtype) if ends else total, part.of(target))
                 del packed, more, total, flat_total
                 visits.between()
-        leaving.settle()
-        visits.boundaries.seal(stage)
-        visits.leave(visit, begin)
+            leaving.settle()
 
     def _inside(self) -> None:
         """Moves on what can move on, where this thread computes."""
@@ -279,59 +257,40 @@ class RangedPasses(BlockPasses):
         own. `sent`: None in the first of these visits, which takes it from where it was kept, and returns it if another
         `follows`."""
         visits = self.visits
-        visit, flat = visits.enter("backward", stage)
-        kept = visits.boundaries.take(stage, visits.residency.wait_until) if visit.take else []
-        total = visits.sums.open(stage, resume=visit.resume)
-        begin = time.monotonic()
         begins, micro_batches = sent is None, visits.micro_batches(grad_y)
         given = [grad_y] if begins or sums is None else [grad_y, sums]
-        if begins and follows:
-            sent = visits.crossings.batches.lend((*grad_y.shape[:2], kept[0].shape[-1]), kept[0].dtype)
-        sources = (
-            partial(lambda n, part: [kept[n] if kept else part.of(sent).contiguous(), *_parts(part, given)], *one)
-            for one in enumerate(micro_batches)
-        )
-        arriving, leaving = visits.inputs(sources), Leaving(visits.crossings)
-        with visits.learning(stage, flat, total) as parameters:
-            for part in micro_batches:
-                packed, grad, *more = arriving.take()
-                if begins and sent is not None:
-                    leaving.put(packed, part.of(sent))
-                found = None if sums is None else more[0] if more else self._begun(part, sums)
-                differentiate(
-                    visits.stages[stage], _bank(parameters), Sent.of(packed, grad.shape[-1], each),
-                    grad.reshape(-1, grad.shape[-1]), None if found is None else found.view(-1, found.shape[-1]),
-                    self._inside,
-                )  # fmt: skip
-                if sums is not None and found is not None:
-                    clear_padding(sums, part)
-                    leaving.put(found, part.of(sums))
-                del packed, grad, more, found
-                visits.between()
-        leaving.settle()
-        visits.boundaries.awaits(stage, *arriving.uploads)
-        if visit.take:
-            (visits.boundaries.leave if visit.measures else visits.boundaries.drop)(stage)
-        visits.sums.end(visit, stage, total)
-        visits.leave(visit, begin)
+        leaving = Leaving(visits.crossings)
+        with visits.backward(stage) as (_, flat, kept, total):
+            if begins and follows:
+                sent = visits.crossings.batches.lend((*grad_y.shape[:2], kept[0].shape[-1]), kept[0].dtype)
+            sources = (
+                partial(lambda n, part: [kept[n] if kept else part.of(sent).contiguous(), *_parts(part, given)], *one)
+                for one in enumerate(micro_batches)
+            )
+            arriving = visits.inputs(sources)
+            with visits.learning(stage, flat, total) as parameters:
+                for part in micro_batches:
+                    packed, grad, *more = arriving.take()
+                    if begins and sent is not None:
+                        leaving.put(packed, part.of(sent))
+                    found = None if sums is None else more[0] if more else self._begun(part, sums)
+                    differentiate(
+                        visits.stages[stage], parameters, Sent.of(packed, grad.shape[-1], each),
+                        grad.reshape(-1, grad.shape[-1]), None if found is None else found.view(-1, found.shape[-1]),
+                        self._inside,
+                    )  # fmt: skip
+                    if sums is not None and found is not None:
+                        clear_padding(sums, part)
+                        leaving.put(found, part.of(sums))
+                    del packed, grad, more, found
+                    visits.between()
+            leaving.settle()
+            visits.boundaries.awaits(stage, *arriving.uploads)
         return sent
 
 
-def _parts(part: MicroBatch, given: list[torch.Tensor]) -> list[torch.Tensor]:
+def _parts(part: MicroBatch, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.of(whole).contiguous() for whole in given]
-
-
-def _bank(parameters: Installed) -> Bank:
-    (bank,) = parameters.banks
-    assert isinstance(bank, Bank)
-    return bank
-
-
-def _noted(parameters: Installed) -> Sent:
-    """Returns what the block that has just computed sent to its experts."""
-    (noting,) = parameters.banks
-    assert isinstance(noting, Noting)
-    return Sent.by(noting)
 
 
 # ---- embeddings ---------------------------------------------------------------------------------------------------
@@ -390,7 +349,7 @@ class EmbeddingPasses(BlockPasses):
             return self._looked_up(call.stage, ids.cpu()).looked  # sync: the model's own code made these ids
         return known
 
-    def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, call: Call, x: torch.Tensor, sent: Gathering | None = None) -> torch.Tensor:
         """Passes ids to the visits. x: (batch, tokens) int64, where the batch is."""
         if call.stage in self.visits.moves.rows.stages and self._given[0].part(x) is None:
             self.visits.moves.rows.expect_others()
@@ -398,7 +357,7 @@ class EmbeddingPasses(BlockPasses):
             return super().forward(call, x)
         return self._forward_in_pieces(self._pieces[call.stage], call, x)
 
-    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> None:
+    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, beside: Beside | None = None) -> None:
         assert ids is not None
         if call.stage in self._pieces:
             self._backward_in_pieces(self._pieces[call.stage], call, ids, grad_y)
@@ -439,7 +398,7 @@ class EmbeddingPasses(BlockPasses):
             params = visits.model.stages[call.stage].params
             flat = torch.zeros(params, dtype=TORCH_DTYPE[visits.model.compute_dtype], device=whole_ids.device)
         with torch.enable_grad(), visits.learning(call.stage, flat, total) as parameters:
-            visits.differentiate(call.run(whole_ids), whole_grad, [*parameters])
+            backpropagate(call.run(whole_ids), whole_grad, [*parameters])
 
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
@@ -457,16 +416,12 @@ class EmbeddingPasses(BlockPasses):
         """Puts the rows of one piece in their places in `y` on the device. If there are pieces before, their rows go up
         first."""
         visits = self.visits
-        visit, flat = visits.enter("forward", stage)
-        begin = time.monotonic()
         module, before, (first, _) = self._module(call.stage), y, visits.stages[stage].rows
         micro_batches = visits.micro_batches(ids)
         sources = (ids,) if before is None else (ids, before)
-        arriving = visits.inputs(
-            partial(lambda of: [of(source).contiguous() for source in sources], each.of) for each in micro_batches
-        )
         leaving = Leaving(visits.crossings)
-        with torch.no_grad(), padding_at(module, None), visits.installed(stage, flat):
+        with visits.forward(stage), padding_at(module, None):
+            arriving = visits.inputs(partial(_parts, each, sources) for each in micro_batches)
             for number, micro_batch in enumerate(micro_batches):
                 part_ids, *found = arriving.take()
                 here = looked[number][stage - call.stage].here
@@ -480,8 +435,7 @@ class EmbeddingPasses(BlockPasses):
                 leaving.put(found[0], micro_batch.of(y))
                 del found, looked_up
                 visits.between()
-        leaving.settle()
-        visits.leave(visit, begin)
+            leaving.settle()
         assert y is not None
         return y
 
@@ -490,17 +444,14 @@ class EmbeddingPasses(BlockPasses):
         assert grad_y.shape[: ids.dim()] == ids.shape, (grad_y.shape, ids.shape)
         visits, looked = self.visits, self._ids_of(call, ids)
         for stage in reversed(pieces):
-            visit, _ = visits.enter("backward", stage)
-            total = visits.sums.open(stage, resume=visit.resume)
-            begin, (first, _) = time.monotonic(), visits.stages[stage].rows
-            assert total is not None
-            for number, (chosen, grad) in enumerate(self._by_token(ids, grad_y)):
-                of_piece = looked[number][stage - call.stage]
-                if of_piece.distinct.numel():
-                    add_rows(self._module(call.stage), call.run, of_piece, chosen, grad, total, first=first)
-                visits.between()
-            visits.sums.end(visit, stage, total)
-            visits.leave(visit, begin)
+            first, _ = visits.stages[stage].rows
+            with visits.backward(stage) as (_, _, _, total):
+                assert total is not None
+                for number, (chosen, grad) in enumerate(self._by_token(ids, grad_y)):
+                    of_piece = looked[number][stage - call.stage]
+                    if of_piece.distinct.numel():
+                        add_rows(self._module(call.stage), call.run, of_piece, chosen, grad, total, first=first)
+                    visits.between()
 
     def _by_token(self, ids: torch.Tensor, grad_y: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Returns (tokens,) and (tokens, width) for each micro-batch, on the device."""

@@ -22,8 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from ..core.errors import UsageError, pip_install
 from ..core.json_files import find_object
 from ..spec.packed_tensors import CONFIG_KEY, stored_quantisation
-from . import sinks
-from .attention import rows_are_whole
+from .attention import SINKS, WITH_SINKS, rows_are_whole
 from .experts import use_in
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
@@ -134,7 +133,7 @@ def setting(text: PreTrainedConfig, name: str, *, layer: int = 0) -> Any:
 def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Returns the skeleton in training mode: parameters of `dtype` on meta, buffers real."""
     if attention == "sdpa" and not _supports_sdpa(config):
-        attention = sinks.NAME if config.model_type in sinks.FAMILIES else "eager"
+        attention = SINKS if config.model_type in WITH_SINKS else "eager"
     if attention.startswith("flash"):
         rows_are_whole()
     try:
@@ -191,3 +190,17 @@ def _supports_sdpa(config: PreTrainedConfig) -> bool:
         return False
     model_class = auto_class(config)._model_mapping.get(type(config), None)
     return model_class is None or bool(getattr(model_class, "_supports_sdpa", True))
+
+
+# ---- the processor -------------------------------------------------------------------------------------------------
+# Tells what the processor computes fast.
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 matrices by kernels of their own on this processor."""
+    import torch
+
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a build without oneDNN, of which nothing is known
+        return True

@@ -25,11 +25,11 @@ from .activations import Boundaries
 from .anatomy import Installed
 from .compute_weights import ComputeWeights
 from .context import Context
-from .crossings import Arriving, Beside, Crossings, Source, nothing_beside
-from .device_states import DeviceStates
+from .crossings import Arriving, Beside, Crossings, Source
 from .devices.base import Moment
 from .gradients import GradientSum, GradientSums, HandOver
 from .moves import DaemonMoves
+from .updates import DeviceStates
 
 BETWEEN_STAGES = 1 << 30  # the stage number of random streams in the model's own forward
 INSIDE = 5e-4  # seconds between looks inside a stage's forward: its layers take microseconds, or tenths of a second
@@ -74,9 +74,10 @@ class Visits:
         self.sums = GradientSums(context, residency=self.residency, states=self.states, hand_over=hand_over, waiting=waiting)
         self.step = 0
         self._before = 0  # micro-batches of the step before this sweep
-        self._parts: tuple[MicroBatch, ...] = ()  # the micro-batches of this sweep, if they are of unlike length
+        self._parts: tuple[MicroBatch, ...] = ()  # the micro-batches of this sweep
         self._left: list[tuple[Visit, float, Moment]] = []
         self._looked = 0.0  # when everything was last moved that could move
+        self._begun = 0.0  # when the visit asked for its inputs
         self._watcher = watcher
         # By identity of the source: masks and positions on the device.
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -115,10 +116,10 @@ class Visits:
     def drain(self) -> None:
         """Ends every update and every transfer. Afterwards all stages rest at the same generation."""
         self.sums.settle()  # a sum still under way may begin an update, which is waited for below
-        self.lookahead.pause()
+        self.lookahead.pause()  # the waits below are for slots, which prefetching would take
         self.weights.settle_all()  # uploads read slots that are given up next
         self.moves.rows.give_up()
-        self.lookahead.give_up()
+        self.lookahead.give_up()  # what was read ahead holds slots that updates below may need
         self.residency.drain()
         self.states.settle()
         self.moves.book_waits()
@@ -171,9 +172,11 @@ class Visits:
         keep = self.boundaries.room if self.device.separate else self.boundaries.stash
         keep(visit.stage, boundary, self.micro_batches(boundary), self.residency.wait_until)
 
-    def inputs(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
-        """Begins to bring the inputs of the visit's micro-batches. The first goes before the next visit's weights."""
-        arriving = self.crossings.into(sources, beside)
+    def inputs(self, sources: Iterable[Source], beside: Beside = lambda number: None) -> Arriving:
+        """Begins to bring the inputs of the visit's micro-batches, when it waits for nothing else. The first goes before the
+        next visit's weights."""
+        self._begun = time.monotonic()
+        arriving = Arriving(self.crossings, sources, beside)
         if self.device.separate:
             self.lookahead.on_device()
         return arriving
@@ -188,31 +191,45 @@ class Visits:
     @contextmanager
     def learning(self, owner: int | None, flat: torch.Tensor | None, total: GradientSum | None) -> Iterator[Installed]:
         """Does the same, and adds the gradients of the parameters to the sum."""
-        with (
-            self.installed(owner, flat) as parameters,
-            nullcontext() if total is None else total.collecting(parameters),
-        ):
+        with self.installed(owner, flat) as parameters, nullcontext() if total is None else total.collecting(parameters):
             yield parameters
 
-    def differentiate(
-        self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor],
-        beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-    ) -> None:  # fmt: skip
-        """Runs backward from `y` to those of `leaves` that require a gradient. `beside`: other tensors that it begins at, each
-        with its gradient."""
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        roots, gradients = [y, *(root for root, _ in beside)], [grad_y, *(gradient for _, gradient in beside)]
-        torch.autograd.backward(roots, gradients, inputs=wanted)
+    @contextmanager
+    def forward(
+        self, stage: int, boundary: torch.Tensor | None = None, *, phase: str = "forward"
+    ) -> Iterator[tuple[Visit, Installed]]:
+        """Visits a stage without gradients, inside the context: gives the visit, and the parameters in their places."""
+        visit, flat = self.enter(phase, stage, boundary)
+        with torch.no_grad(), self.installed(visit.owner, flat) as parameters:
+            yield visit, parameters
+        self.boundaries.seal(stage)
+        self.leave(visit)
 
-    def leave(self, visit: Visit, begin: float) -> None:
+    @contextmanager
+    def backward(self, stage: int) -> Iterator[tuple[Visit, torch.Tensor | None, list[torch.Tensor], GradientSum | None]]:
+        """Visits a stage in backward, inside the context: gives the visit, the weights, what forward kept of the input by
+        micro-batch, and the sum of the gradients, which is handed over at the end."""
+        visit, flat = self.enter("backward", stage)
+        kept = self.boundaries.take(stage, self.residency.wait_until) if visit.take else []
+        total = self.sums.open(stage, resume=visit.resume)
+        yield visit, flat, kept, total
+        if visit.take:
+            (self.boundaries.leave if visit.measures else self.boundaries.drop)(stage)
+        self.sums.end(visit, stage, total)
+        self.leave(visit)
+
+    def leave(self, visit: Visit) -> None:
         """Ends the visit after its compute was submitted."""
-        self._left.append((visit, begin, self.device.mark()))
+        self._left.append(
+            (visit, self._begun, self.device.mark())
+        )  # read at the step's end: to ask now would wait for the device
         if self.crossings.computing is not None:
             self.crossings.computing.leave(_shown_phase(visit), visit.stage)
         if visit.owner is not None:
             self.weights.computed(visit.owner)
             # The release lets a fetch or an update overwrite the slot, which the upload may still read.
             self.weights.settle(visit.owner)
+        # A sum that is on its way down holds the span itself (`GradientSums`), so the visit need not.
         self.residency.release(visit)
         self._watcher.after_visit(visit)
         self.tick()
@@ -229,37 +246,22 @@ class Visits:
 
     # ---- groups and micro-batches -------------------------------------------------------------------------------------------
 
-    def sweeps(self, rows: int, divided: Sequence[tuple[MicroBatch, ...]] | None) -> Iterator[slice]:
-        """Cuts the step's batch into the groups of its sweeps, in order. Each begins when the caller asks for it. `divided`:
-        the micro-batches of each sweep, if they are of unlike length."""
-        if divided is None:
-            size = -(-rows // self.plan.sweeps)
-            assert rows == size * self.plan.sweeps, (rows, self.plan.sweeps)
-            divided, groups = [()] * self.plan.sweeps, [slice(begin, begin + size) for begin in range(0, rows, size)]
-        else:
-            assert len(divided) == self.plan.sweeps, (len(divided), self.plan.sweeps)
-            groups = [slice(parts[0].first, parts[-1].end) for parts in divided]
-        before = 0
-        for parts, group in zip(divided, groups, strict=True):
-            self.divide(parts)
-            self._before, before = before, before + (len(parts) or -(-(group.stop - group.start) // self._size))
-            self._shared.clear()  # the model's own forward makes new masks and positions
-            yield group
+    def begin_sweep(self, parts: Sequence[MicroBatch], before: int) -> None:
+        """Begins a sweep over these micro-batches. `before`: how many of the step came before."""
+        self.divide(parts)
+        self._before = before
+        self._shared.clear()  # the model's own forward makes new masks and positions
 
     def divide(self, parts: Sequence[MicroBatch]) -> None:
-        """Tells the micro-batches of the rows to come, if they are of unlike length. Rows count from that of the first."""
+        """Tells the micro-batches of the rows to come. Rows count from that of the first."""
         self._parts = tuple(part.after(parts[0].first) for part in parts)
-
-    @property
-    def _size(self) -> int:
-        return self.plan.numerics.micro_batch_size
 
     def micro_batches(self, whole: torch.Tensor) -> tuple[MicroBatch, ...]:
         """Cuts the rows of a sweep, (rows, tokens, ...), in order; or one row, if all share it."""
         rows, width = whole.shape[:2]
         if self._parts and rows == self._parts[-1].end:
             return self._parts
-        return even(rows, self._size, width)
+        return even(rows, self.plan.numerics.micro_batch_size, width)
 
     def between(self) -> None:
         """Looks for finished work between micro-batches, and lets the watcher stop the step."""
@@ -305,6 +307,17 @@ class Visits:
         # Weights go up early only if nothing will change them before the visit: no fetch and no update, begun or due.
         if record.span is not None and not record.fetches and record.update is None and record.due is None:
             self.weights.begin(visit.owner, record.span, record.generation)
+
+
+def backpropagate(
+    y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor],
+    beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> None:  # fmt: skip
+    """Runs backward from `y` to those of `leaves` that require a gradient. `beside`: other tensors that it begins at, each with
+    its gradient."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    roots, gradients = [y, *(root for root, _ in beside)], [grad_y, *(gradient for _, gradient in beside)]
+    torch.autograd.backward(roots, gradients, inputs=wanted)
 
 
 def random_stream(seed: int, *place: int) -> int:

@@ -12,29 +12,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuyou_cli.checkpoint.hub import Progress, resolve
-from fuyou_cli.checkpoint.reader import PIECE
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import PlanError, UsageError
 from fuyou_cli.core.process import settle_for_training
 from fuyou_cli.core.units import align_up, gib
 from fuyou_cli.data.rows import Rows
+from fuyou_cli.engine.anatomy import kept_apart_if_possible
+from fuyou_cli.engine.attention import turns
 from fuyou_cli.engine.describe import Outlined, specified
-from fuyou_cli.engine.isolated import kept_apart_if_possible, turns
+from fuyou_cli.engine.forward_only import StreamedLosses, Visited
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
-from fuyou_cli.engine.weight_stream import StreamedLosses, Visited
 from fuyou_cli.planner.memory import code_bytes
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.evaluation import evaluated
-from fuyou_cli.training.exporting import READ_ARENA
 from fuyou_cli.training.known_model import warm_up
 from fuyou_cli.training.length import cache_of, evaluation_rows
 from fuyou_cli.training.numerics import USUAL_TOKENS, check_positions, check_tokens, divided, head_chunk, positions_of
 from fuyou_cli.training.prepare import device_name
 from fuyou_cli.training.report import EvalReport
 
-from .models import FoundModel, Opened, cut_to_fit, memory_of, open_for_inference, open_source
+from .models import Budget, FoundModel, Opened, cut_to_fit, open_for_inference, open_source
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import TrainSection
@@ -70,13 +69,13 @@ def evaluate(source: str, recipe: Recipe, *, say: Say, progress: Progress, bar: 
     warm_up(recipe)
     with ExitStack() as stack:
         sets = _rows(recipe, found, stack, say)
-        budget = recipe.offload.max_memory.cpu.resolve(
+        ram = recipe.offload.max_memory.cpu.resolve(
             total=probe.memory_limit(), auto=int((probe.memory_available() + probe.process_bytes()) * 0.9)
         )
         room = room_of(
-            found, recipe.train, max_len=recipe.dataset.max_seq_len, budget=budget, process=probe.process_bytes(),
-            rows=max(map(len, sets.values())), longest=max(rows.summary.longest_row for rows in sets.values()),
-            device=memory_of(torch.device(device), recipe.offload.max_memory.gpu),
+            found, recipe.train, Budget.now(ram, torch.device(device), recipe.offload.max_memory.gpu),
+            max_len=recipe.dataset.max_seq_len, rows=max(map(len, sets.values())),
+            longest=max(rows.summary.longest_row for rows in sets.values()),
         )  # fmt: skip
         opened, losses = stack.enter_context(open_losses(room, device=device, say=say))
         *_, last = sets
@@ -87,7 +86,7 @@ def evaluate(source: str, recipe: Recipe, *, say: Say, progress: Progress, bar: 
             ]
         opened.check()
         return ModelEvaluation(
-            sets=reports, dtype=found.dtype, budget=budget, weights=opened.weights.memory, passes=losses.passes,
+            sets=reports, dtype=found.dtype, budget=ram, weights=opened.weights.memory, passes=losses.passes,
             read_bytes=opened.read_bytes(),
             parameters=sum(tensor.numel for stage in found.anatomy.stages for tensor in stage.tensors),
         )  # fmt: skip
@@ -133,36 +132,29 @@ class EvaluationMemory:
     experts. `numerics`: its batch is what has room in one pass."""
 
     found: FoundModel
-    budget: int
     numerics: Numerics
     weights: int
     device_weights: int  # in the device's own memory; 0: one stage at a time, or a device that computes in RAM
 
 
 def room_of(
-    found: FoundModel, train: TrainSection, *, max_len: int, budget: int, process: int, rows: int, longest: int,
-    device: int | None = None,
-) -> EvaluationMemory:  # fmt: skip
-    """Divides a budget of host memory among weights and rows, and `device` bytes of a device that has its own. `process`: bytes
-    that the process has before. `rows`: in all, `longest`: tokens of the longest one, of which at most `max_len` are kept.
-    Raises PlanError if either is too little for one micro-batch."""
+    found: FoundModel, train: TrainSection, budget: Budget, *, max_len: int, rows: int, longest: int
+) -> EvaluationMemory:
+    """Divides a budget among weights and rows. `rows`: in all, `longest`: tokens of the longest one, of which at most `max_len`
+    are kept. Raises PlanError if there is too little for one micro-batch."""
+    device = budget.device
     length = min(align_up(longest, 8), max_len)
     # A row whose positions depend on its length is alone, as in a model that is given one row.
     micro = 1 if turns(found.anatomy.model) else min(rows, max(1, USUAL_TOKENS // length))
     found = replace(found, anatomy=kept_apart_if_possible(found.anatomy))
     first, end = found.anatomy.stages[0].vocabulary or (0, found.anatomy.model.config.get_text_config().vocab_size)
     chunk = head_chunk(train, micro * length, end - first)
-    model = specified(
-        Outlined(anatomy=found.anatomy, refusal=None),
-        dtype=found.dtype,
-        micro_batch_size=micro,
-        max_seq_len=length,
-        head_chunk_tokens=chunk,
-    )
+    sizes = {"micro_batch_size": micro, "max_seq_len": length, "head_chunk_tokens": chunk}
+    model = specified(Outlined(anatomy=found.anatomy, refusal=None), dtype=found.dtype, **sizes)
     dtype: Dtype = "bfloat16" if found.dtype == "bfloat16" else "float32"
     numerics = Numerics(
-        compute_dtype=dtype, accumulate_dtype=dtype, batch_size=micro, micro_batch_size=micro, max_seq_len=length,
-        head_chunk_tokens=chunk, torch_threads=1, seed=0,
+        compute_dtype=dtype, accumulate_dtype=dtype, batch_size=micro, micro_batch_size=micro,
+        max_seq_len=length, head_chunk_tokens=chunk, torch_threads=1, seed=0,
     )  # fmt: skip
     numerics = divided(numerics, apart=found.anatomy.isolated, on_cpu=device is None)
     widths = -(-numerics.widest // numerics.width_step) if device is None else 1
@@ -172,17 +164,15 @@ def room_of(
         per_token += model.sent_bytes_per_token + 4 * model.hidden_size
     least = micro * length * per_token
     peak = max(stage.forward_peak for stage in model.stages)
-    computing = peak + READ_ARENA + PIECE + (code_bytes(model, numerics, widths=widths, trains=False) if widths > 1 else 0)
-    left = budget - process - computing
+    left = budget.for_weights(found, peak + (code_bytes(model, numerics, widths=widths, trains=False) if widths > 1 else 0))
     if visited.least > left - least and (cut := cut_to_fit(found, left - 2 * least)).anatomy is not found.anatomy:
-        sizes = {"max_len": max_len, "budget": budget, "process": process, "rows": rows, "longest": longest}
-        return room_of(cut, train, **sizes, device=device)
+        return room_of(cut, train, budget, max_len=max_len, rows=rows, longest=longest)
     free = left - visited.least
     if free < least:
-        needed, weights = gib(budget - free + least), gib(visited.least)
+        needed, weights, computing = gib(budget.ram - free + least), gib(visited.least), budget.ram - budget.process - left
         raise PlanError(
-            f"the evaluation needs {needed} of RAM: {gib(process)} of the process, {weights} of weights at once, "
-            f"{gib(computing + least)} of one micro-batch; offload.max_memory.cpu allows {gib(budget)}",
+            f"the evaluation needs {needed} of RAM: {gib(budget.process)} of the process, {weights} of weights at once, "
+            f"{gib(computing + least)} of one micro-batch; offload.max_memory.cpu allows {gib(budget.ram)}",
             hint="raise it, lower dataset.max_seq_len, or compute in bfloat16",
         )
     most = max(least, min(free, left // _SHARE), left - visited.total_bytes)
@@ -195,12 +185,9 @@ def room_of(
         at_once = min(at_once, _rows_on_device(spare, micro, of_row))
         device_weights = spare - at_once * of_row + visited.largest
     return EvaluationMemory(
-        found=found,
-        budget=budget,
-        numerics=replace(numerics, batch_size=at_once),
-        weights=left - at_once * length * per_token,
+        found=found, numerics=replace(numerics, batch_size=at_once), weights=left - at_once * length * per_token,
         device_weights=device_weights,
-    )
+    )  # fmt: skip
 
 
 def _rows_on_device(spare: int, micro: int, of_row: int) -> int:

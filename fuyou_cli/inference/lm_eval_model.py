@@ -21,26 +21,20 @@ from fuyou_cli.data.batches import Sequences, passes
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.data.sandbox import own_class
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
-from fuyou_cli.engine.generating import prompt_step, room
-from fuyou_cli.engine.isolated import alike
+from fuyou_cli.engine.attention import alike
+from fuyou_cli.engine.forward_only import prompt_step, room
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.plan import rounded_up
 from fuyou_cli.training.fixed_prompts import Sampling, own_settings, refused_settings
 
 from .evaluating import open_losses, room_of
-from .models import memory_of, open_source
+from .models import Budget, open_source
 from .prompting import Extent, generator
 
 _OF_HF = (
-    "max_length",
-    "add_bos_token",
-    "prefix_token_id",
-    "truncation",
-    "think_end_token",
-    "enable_thinking",
-    "chat_template_args",
-)
+    "max_length", "add_bos_token", "prefix_token_id", "truncation", "think_end_token", "enable_thinking", "chat_template_args",
+)  # fmt: skip
 _ALL = 1 << 30  # rows: memory limits them, not the harness
 _MOST_ROWS = 64  # that are generated at once, where nobody says how many
 
@@ -94,8 +88,8 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         order = sorted(range(len(rows)), key=lambda row: len(rows[row][0]))
         longest, answers = len(rows[order[-1]][0]) - 1, [(0.0, False)] * len(rows)
         space = room_of(
-            self._found, TrainSection(), max_len=longest, budget=self._memory, process=probe.process_bytes(),
-            rows=min(len(rows), self._most_rows or _ALL), longest=longest, device=memory_of(self._device),
+            self._found, TrainSection(), Budget.now(self._memory, self._device), max_len=longest,
+            rows=min(len(rows), self._most_rows or _ALL), longest=longest,
         )  # fmt: skip
         with (
             open_losses(space, device=self._device.type, say=self.say) as (opened, losses),
@@ -131,10 +125,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         longest, answers = max(lengths), dict[int, str]()
         most = Extent(rows=min(len(requests), self._asked_rows or self._rows(longest, new)), prompt=longest, new=new)
         tokeniser = Tokeniser(self.tokenizer, directory=self._found.folder)
-        with generator(
-            self._found, tokeniser, Sampling(), most, memory=self._memory, taken=probe.process_bytes, device=self._device,
-            say=self.say,
-        ) as opened:  # fmt: skip
+        with generator(self._found, tokeniser, Sampling(), most, ram=self._memory, device=self._device, say=self.say) as opened:
             self.batch_size_per_gpu = most.rows
             try:
                 for group in alike(self._found.anatomy.model, lengths, new=new):

@@ -18,15 +18,14 @@ from fuyou_cli.checkpoint.header import TensorEntry
 from fuyou_cli.checkpoint.hub import Progress, resolve
 from fuyou_cli.checkpoint.names import entries_for
 from fuyou_cli.checkpoint.reader import PIECE, TensorReader
+from fuyou_cli.core import probe
 from fuyou_cli.core.disk import status_of
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.anatomy import Anatomy, Slotted, dissect
+from fuyou_cli.engine.anatomy import Anatomy, Slotted, dissect, whole_in_place
+from fuyou_cli.engine.cutting import cut_experts, cut_vocabulary, resolved_rows
 from fuyou_cli.engine.devices.cuda import free_memory
-from fuyou_cli.engine.in_place import whole_in_place
-from fuyou_cli.engine.ranges import cut_experts
+from fuyou_cli.engine.forward_only import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build, load_config
-from fuyou_cli.engine.vocabulary import cut_vocabulary, resolved_rows
-from fuyou_cli.engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
 from fuyou_cli.recipe.schema import MemoryLimit
 from fuyou_cli.spec.model import InPlace, Piece
 from fuyou_cli.training.exporting import READ_ARENA, MergedWeights, StoreWeights, as_trained, left_alone
@@ -61,11 +60,35 @@ class FoundModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """A model with the weights that pass through it. `check` raises SwapError if a store's bytes are not those written;
-    call it after a pass. `read_bytes` returns the bytes of weights read so far."""
+class Budget:
+    """Bytes that a command divides among a model's weights and the work of a pass: of RAM for the whole process, which has
+    `process` of it before, and of a device's own memory (None: it computes in RAM)."""
 
-    anatomy: Anatomy
+    ram: int
+    process: int
+    device: int | None = None
+
+    @classmethod
+    def now(cls, ram: int, device: torch.device, limit: MemoryLimit | None = None) -> Budget:
+        """Returns the budget of this process as it is now. `limit`: of a GPU's memory, of which only what is free counts."""
+        own = None
+        if device.type == "cuda":
+            free = free_memory(device)
+            most = free if limit is None else limit.resolve(total=torch.cuda.mem_get_info(device)[1], auto=free)
+            own = for_tensors(min(free, most))
+        return cls(ram=ram, process=probe.process_bytes(), device=own)
+
+    def for_weights(self, found: FoundModel, work: int) -> int:
+        """Returns the bytes of RAM that are left for weights beside this `work` and what reads them; below 0 if it is too
+        much."""
+        return self.ram - self.process - work - (PIECE if found.store is None else READ_ARENA)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """The weights of a model that pass through it. `check` raises SwapError if a store's bytes are not those written; call it
+    after a pass. `read_bytes` returns the bytes of weights read so far."""
+
     weights: WeightStream
     check: Callable[[], None]
     read_bytes: Callable[[], int]
@@ -86,7 +109,7 @@ def open_source(
 
 
 def cut_to_fit(found: FoundModel, memory: int) -> FoundModel:
-    """Returns the model with blocks cut into ranges of their experts (`engine/ranges`), as large as two of them fit `memory`
+    """Returns the model with blocks cut into ranges of their experts (`engine/cutting`), as large as two of them fit `memory`
     bytes of RAM. As it is where whole blocks fit, where it was cut before, or where its experts cannot be stages."""
     dtype = TORCH_DTYPE[found.dtype]
     mixtures = [stage for stage in found.anatomy.stages if stage.kind == "block" and stage.experts]
@@ -178,15 +201,6 @@ def _not_exported(output_dir: Path) -> UsageError:
     )
 
 
-def memory_of(device: torch.device, limit: MemoryLimit | None = None) -> int | None:
-    """Returns the bytes that tensors may take of a GPU's free memory, and of `limit`; None if `device` computes in RAM."""
-    if device.type != "cuda":
-        return None
-    free = free_memory(device)
-    most = free if limit is None else limit.resolve(total=torch.cuda.mem_get_info(device)[1], auto=free)
-    return for_tensors(min(free, most))
-
-
 @contextmanager
 def open_for_inference(
     found: FoundModel, *, memory: int, device: torch.device | None = None, device_memory: int = 0,
@@ -203,7 +217,7 @@ def open_for_inference(
     """
     dtype, anatomy, pages = TORCH_DTYPE[found.dtype], found.anatomy, None
     with ExitStack() as stack:
-        check: Callable[[], None] = _nothing
+        check: Callable[[], None] | None = None  # a folder's bytes have no checksums
         if found.store is None:
             entries = entries_for(
                 anatomy.model, open_checkpoint(found.folder), untouched=anatomy.untouched, parts=anatomy.parts
@@ -222,10 +236,13 @@ def open_for_inference(
             state = stack.enter_context(at_rest(found.store, arena_size=READ_ARENA, say=say))
             weights = as_trained(found.store.folder, StoreWeights(state, dtype=found.dtype))
             read, check = _of_store(found, state, weights), weights.check
-            bytes_read = partial(_of_counters, state)
+
+            def bytes_read() -> int:
+                return state.daemon.counters().read_bytes
+
         sizes = {"memory": memory, "device_memory": device_memory}
         stream = stack.enter_context(WeightStream(anatomy, read, dtype=dtype, device=device, pages=pages, **sizes))
-        yield Opened(anatomy=anatomy, weights=stream, check=check, read_bytes=bytes_read)
+        yield Opened(weights=stream, check=check or (lambda: None), read_bytes=bytes_read)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,14 +290,6 @@ def _in_file_order(anatomy: Anatomy, entries: Mapping[str, TensorEntry]) -> Anat
 
     stages = (replace(stage, parameters=tuple(sorted(stage.parameters, key=place))) for stage in anatomy.stages)
     return replace(anatomy, stages=tuple(stages))
-
-
-def _nothing() -> None:
-    pass
-
-
-def _of_counters(state: OpenStore) -> int:
-    return state.daemon.counters().read_bytes
 
 
 def _of_files(found: FoundModel, entries: Mapping[str, TensorEntry], reader: TensorReader) -> ReadInto:

@@ -12,22 +12,18 @@ from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from fuyou_cli.checkpoint.hub import Progress
-from fuyou_cli.checkpoint.reader import PIECE
-from fuyou_cli.core import probe
 from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.data.cache import prompt_ids
 from fuyou_cli.data.reading import Prompt
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
-from fuyou_cli.engine.generating import GenerationMemory, generation_code, passing, prompt_step, room
-from fuyou_cli.engine.isolated import alike, turns
+from fuyou_cli.engine.attention import alike, turns
+from fuyou_cli.engine.forward_only import GenerationMemory, Visited, generation_code, passing, prompt_step, room
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
-from fuyou_cli.engine.weight_stream import Visited
 from fuyou_cli.spec.plan import rounded_up
-from fuyou_cli.training.exporting import READ_ARENA
 from fuyou_cli.training.fixed_prompts import Continued, Sampling, continued, naming_settings, settings
 
-from .models import FoundModel, Opened, cut_to_fit, memory_of, open_for_inference, open_source
+from .models import Budget, FoundModel, Opened, cut_to_fit, open_for_inference, open_source
 
 Say = Callable[[str], None]
 
@@ -74,13 +70,9 @@ class Generator:
         self._unchecked: Callable[[], None] | None = opened.check
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        new: int,
-        show: Callable[[str], None] | None = None,
+        self, prompts: Sequence[Sequence[int]], *, new: int, show: Callable[[str], None] | None = None,
         step: Callable[[], None] | None = None,
-    ) -> list[Continued]:
+    ) -> list[Continued]:  # fmt: skip
         """Continues the tokens of every prompt by at most `new`, all at once: one pass over the weights for each position,
         or several where the positions of a model depend on the length of a row.
 
@@ -122,22 +114,21 @@ class Generator:
 
 @contextmanager
 def generator(
-    found: FoundModel, tokeniser: Tokeniser, sampling: Sampling, most: Extent, *, memory: int, taken: Callable[[], int],
-    device: torch.device | None = None, say: Callable[[str], None] | None = None,
+    found: FoundModel, tokeniser: Tokeniser, sampling: Sampling, most: Extent, *, ram: int, device: torch.device,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[Generator]:  # fmt: skip
-    """Opens a model to generate at most so much at once, in at most `memory` bytes for the whole process. `taken`: bytes that
-    the process has now. Raises PlanError where they do not do."""
-    device = device or torch.device("cpu")
+    """Opens a model to generate at most so much at once, in at most `ram` bytes for the whole process. Raises PlanError where
+    they do not do."""
     config = settings(found.folder, found.anatomy.model, tokeniser, sampling)
     model, step = found.anatomy.model, prompt_step(found.anatomy.model, device)
     needed = room(model, rows=most.rows, prompt=rounded_up(most.prompt, step), new=most.new)
     if step:
         needed = replace(needed, work=needed.work + generation_code(model, prompt=most.prompt, new=most.new))
-    there = left_for_weights(memory_of(device), needed, Visited.of(found.anatomy, TORCH_DTYPE[found.dtype]).largest)
-    beside = taken() + (needed.total if device.type == "cpu" else 0) + (PIECE if found.store is None else READ_ARENA)
+    budget = Budget.now(ram, device)
+    there = left_for_weights(budget.device, needed, Visited.of(found.anatomy, TORCH_DTYPE[found.dtype]).largest)
     torch.manual_seed(sampling.seed)
     with ExitStack() as stack:
-        left = memory - beside - _UNMEASURED
+        left = budget.for_weights(found, _UNMEASURED + (needed.total if budget.device is None else 0))
         # What a block sends to ranges of its experts, and float32 sums of what they return.
         of_ranges = 12 * model.config.get_text_config().hidden_size * most.rows * rounded_up(most.prompt, step)
         try:
@@ -145,10 +136,10 @@ def generator(
                 found, left = cut, left - of_ranges
             opened = stack.enter_context(open_for_inference(found, device=device, say=say, memory=left, device_memory=there))
         except PlanError as error:
-            process = f"the process itself takes {gib(taken() + _UNMEASURED)}"
-            raise PlanError(f"does not fit {gib(memory)}: {error.message}; {process}", hint=_smaller(most, needed)) from None
-        stack.enter_context(naming_settings(opened.anatomy.model, found.folder))
-        model = stack.enter_context(passing(opened.anatomy, opened.weights))
+            process = f"the process itself takes {gib(budget.process + _UNMEASURED)}"
+            raise PlanError(f"does not fit {gib(ram)}: {error.message}; {process}", hint=_smaller(most, needed)) from None
+        stack.enter_context(naming_settings(opened.weights.anatomy.model, found.folder))
+        model = stack.enter_context(passing(opened.weights))
         yield Generator(model, tokeniser, config, opened)
 
 
@@ -210,10 +201,8 @@ class Prompter:
         on_gpu = torch.cuda.is_available() and device != "cpu"
         tokenizer = load_tokenizer(self.found.folder, chat_template=None, pad_token=None)
         tokeniser = Tokeniser(tokenizer, directory=self.found.folder)
-        with generator(
-            self.found, tokeniser, sampling, most, memory=self.budget, taken=probe.process_bytes,
-            device=torch.device("cuda" if on_gpu else "cpu"), say=self.say,
-        ) as opened:  # fmt: skip
+        where = torch.device("cuda" if on_gpu else "cpu")
+        with generator(self.found, tokeniser, sampling, most, ram=self.budget, device=where, say=self.say) as opened:
             weights = opened.weights
             size = weights.streamed_bytes
             read = f"{gb(size)} more are read for each token of a batch" if size else "that is all"

@@ -93,7 +93,7 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     if request.device != "cpu":
         boundary, hidden, between = 0, 0, 0 if request.batch_on_device else max(0, between - boundary)
         sums = 0
-    if numerics.batch_size <= numerics.micro_batch_size:  # else they have their own mapping (engine/host_memory.py)
+    if numerics.batch_size <= numerics.micro_batch_size:  # else they have their own mapping (engine/context.py)
         boundary, hidden = held(boundary), held(hidden)
     whole = held(between)
     if model.head_is_cut:  # the model's own forward has ended by then

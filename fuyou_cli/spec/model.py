@@ -231,7 +231,7 @@ class StageSpec:
     experts: int = 0  # in a mixture of it, at most
     looked_up: bool = False  # nothing but its frozen table of tokens, or rows of it: a step needs the rows of its tokens
     expert_work: ExpertWork | None = None  # of a block that sends tokens to experts
-    # Its backward depends on its weights. That of an embedding does not, if it only looks rows up (`engine/vocabulary`).
+    # Its backward depends on its weights. That of an embedding does not, if it only looks rows up (`engine/cutting`).
     weights_in_backward: bool = True
     # Derived; kept, because a search asks for them all the time.
     params: int = field(init=False)  # elements of all, with padding

@@ -15,9 +15,9 @@ import torch
 from ..core.json_files import shown
 from ..data.batches import passes
 from ..data.rows import Rows
+from ..engine.attention import turns
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
-from ..engine.isolated import turns
 from ..spec.plan import Numerics
 from .best_copy import BestCopy
 from .prepare import Ready

@@ -30,9 +30,9 @@ from ..data.cache import prompt_ids, read_template
 from ..data.reading import said, written
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import LARGEST_SETTINGS, Tokeniser, load_tokenizer
+from ..engine.attention import alike
+from ..engine.cutting import holding
 from ..engine.forward_only import ForwardOnly
-from ..engine.isolated import alike
-from ..engine.vocabulary import holding
 from ..recipe.schema import Recipe
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics

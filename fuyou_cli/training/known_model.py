@@ -88,7 +88,7 @@ class KnownModel:
 
     def uncut(self) -> str:
         """Says why a block with experts stays whole."""
-        from ..engine.ranges import obstacles
+        from ..engine.cutting import obstacles
 
         name, reason = next((one for one in obstacles(self.build().anatomy).items() if one[1]), ("", ""))
         return f"{name} cannot be computed in ranges of its experts: {reason}"
@@ -114,9 +114,8 @@ class KnownModel:
 
     def stages(self, numerics: Numerics, files: InPlace | None) -> Anatomy:
         """Returns the stages with vocabulary and experts cut, and with frozen weights as they lie in the model's `files`."""
-        from ..engine.in_place import read_in_place
-        from ..engine.ranges import cut_experts
-        from ..engine.vocabulary import cut_vocabulary
+        from ..engine.anatomy import read_in_place
+        from ..engine.cutting import cut_experts, cut_vocabulary
 
         apart = numerics.padding == "none" or self._recipe.dataset.packing == "isolated"
         about = (numerics.vocabulary_rows, numerics.range_experts, numerics.compute_dtype, apart)
@@ -199,8 +198,8 @@ def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
     """Finds out what a plan needs to know of a model that was built. Raises UsageError if its vocabulary cannot be cut as the
     recipe says."""
     from ..engine.anatomy import frozen_with_others
+    from ..engine.cutting import resolved_rows
     from ..engine.routing import without_aux_loss
-    from ..engine.vocabulary import resolved_rows
 
     anatomy = outline.anatomy
     model = anatomy.model

@@ -35,10 +35,10 @@ from ..core.process import Patience
 from ..core.units import gib
 from ..data.batches import lay_out
 from ..engine.compiled import CompiledBlocks
+from ..engine.context import HostMemory
 from ..engine.devices import compute_repeatably, naming_operators, open_device
 from ..engine.devices.base import Device
 from ..engine.executor import Executor, StepAbandoned
-from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec

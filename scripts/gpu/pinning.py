@@ -22,8 +22,8 @@ def pin(size: int, device_name: str) -> Row:
         return missing(what, "pinned", f"skipped: {gib(available)} of memory are available")
     import torch
 
+    from fuyou_cli.engine.context import HostMemory
     from fuyou_cli.engine.devices import open_device
-    from fuyou_cli.engine.host_memory import HostMemory
     from fuyou_cli.swap.store import Arena
 
     with Arena(size) as arena:

@@ -19,9 +19,9 @@ from fuyou_cli.engine import compiled
 from fuyou_cli.engine.alone import BlockAlone
 from fuyou_cli.engine.anatomy import Anatomy, dissect, frozen
 from fuyou_cli.engine.compiled import CompiledBlocks
+from fuyou_cli.engine.cutting import cut_vocabulary
 from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.machine.measure import compute
 from fuyou_cli.machine.measure import compute as measure_stages
 from fuyou_cli.machine.measure import store_rates as measure_sustained

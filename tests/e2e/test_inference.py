@@ -18,10 +18,9 @@ from served import Labelled
 from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.data.batches import lay_out
-from fuyou_cli.engine.generating import GenerationMemory
-from fuyou_cli.engine.weight_stream import StreamedLosses, Visited
+from fuyou_cli.engine.forward_only import GenerationMemory, StreamedLosses, Visited
 from fuyou_cli.inference.evaluating import room_of
-from fuyou_cli.inference.models import find, open_for_inference
+from fuyou_cli.inference.models import Budget, find, open_for_inference
 from fuyou_cli.inference.prompting import Generator, left_for_weights
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.plan import Numerics
@@ -37,6 +36,9 @@ NUMERICS = Numerics(
     compute_dtype="float32", accumulate_dtype="float32", batch_size=2, micro_batch_size=1, max_seq_len=20, head_chunk_tokens=0,
     torch_threads=1, seed=0,
 )  # fmt: skip
+
+
+PLENTY = Budget(ram=1 << 34, process=0)
 
 
 def streamed(source: Path, dtype: str = "auto", *, memory: int = 1 << 20) -> list[float]:
@@ -114,10 +116,10 @@ def test_a_block_of_which_two_do_not_fit_passes_in_ranges_of_its_experts(materia
     )  # fmt: skip
     torch.manual_seed(4)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    found, sizes = find(tmp_path), {"max_len": 20, "process": 0, "rows": 2, "longest": 20}
-    least, plenty = Visited.of(found.anatomy, torch.float32).least, room_of(found, TrainSection(), **sizes, budget=1 << 34)
+    found, sizes = find(tmp_path), {"max_len": 20, "rows": 2, "longest": 20}
+    least, plenty = Visited.of(found.anatomy, torch.float32).least, room_of(found, TrainSection(), PLENTY, **sizes)
     assert plenty.found.anatomy.stages == found.anatomy.stages
-    room = room_of(found, TrainSection(), **sizes, budget=(1 << 34) - plenty.weights + least // 2)
+    room = room_of(found, TrainSection(), replace(PLENTY, ram=PLENTY.ram - plenty.weights + least // 2), **sizes)
     with pytest.raises(PlanError), open_for_inference(found, memory=room.weights):
         pass
     assert any(stage.expert_range for stage in room.found.anatomy.stages)
@@ -133,16 +135,16 @@ def test_a_block_of_which_two_do_not_fit_passes_in_ranges_of_its_experts(materia
 def test_rows_and_weights_share_a_devices_memory(materials: Path) -> None:
     """Gives a device's own memory to rows first, but at most a part of it; says what is missing for one micro-batch."""
     found = find(materials / "model")
-    sizes = {"max_len": 64, "budget": 1 << 34, "process": 0, "rows": 4096, "longest": 64}
-    without = room_of(found, TrainSection(), **sizes)
+    sizes = {"max_len": 64, "rows": 4096, "longest": 64}
+    without = room_of(found, TrainSection(), PLENTY, **sizes)
     assert without.device_weights == 0
-    seen = [room_of(found, TrainSection(), **sizes, device=there << 20) for there in (48, 64, 128, 1 << 14)]
+    seen = [room_of(found, TrainSection(), replace(PLENTY, device=there << 20), **sizes) for there in (48, 64, 128, 1 << 14)]
     rows = [room.numerics.batch_size for room in seen]
     assert rows == sorted(set(rows)) and rows[-1] == without.numerics.batch_size
     assert all(room.numerics.batch_size % room.numerics.micro_batch_size == 0 for room in seen)
     assert all(0 < room.device_weights < there << 20 for room, there in zip(seen, (48, 64, 128, 1 << 14), strict=True))
     with pytest.raises(PlanError, match="of GPU memory more than is free"):
-        room_of(found, TrainSection(), **sizes, device=1 << 20)
+        room_of(found, TrainSection(), replace(PLENTY, device=1 << 20), **sizes)
 
 
 def test_a_cache_and_the_largest_stage_fit_a_device_at_once() -> None:

@@ -28,6 +28,11 @@ def unequal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> l
     return [n for n in ours if not torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8))]
 
 
+def assert_near(ours: Outcome, theirs: Outcome, *, losses: float = 1e-6, weights: float = 1e-6) -> None:
+    assert relative(ours[0], theirs[0]) <= losses
+    assert distance(ours[1], theirs[1]) <= weights
+
+
 def assert_same(ours: Outcome, theirs: Outcome) -> None:
     """Compares bit for bit."""
     assert ours[0] == theirs[0]

@@ -61,16 +61,10 @@ def opt(projected_to: int = 32) -> PreTrainedConfig:
 
 
 FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama": llama(),
-    "qwen3": transformers.Qwen3Config(**_GATED, head_dim=8),
-    "mistral": transformers.MistralConfig(**_GATED, sliding_window=8),
-    "gemma2": transformers.Gemma2Config(**_WINDOWED),
-    "gemma3": transformers.Gemma3TextConfig(**_WINDOWED),
-    "gpt2": gpt2(),
-    "opt": opt(),
-    "gpt_neo": gpt_neo(),
-    "gptj": gptj(),
+    "llama": llama(), "qwen3": transformers.Qwen3Config(**_GATED, head_dim=8),
+    "mistral": transformers.MistralConfig(**_GATED, sliding_window=8), "gemma2": transformers.Gemma2Config(**_WINDOWED),
+    "gemma3": transformers.Gemma3TextConfig(**_WINDOWED), "gpt2": gpt2(), "opt": opt(), "gpt_neo": gpt_neo(), "gptj": gptj(),
     "falcon": falcon(),
     "gpt_neox": transformers.GPTNeoXConfig(**_COMMON, intermediate_size=64, attention_dropout=0.0, hidden_dropout=0.0),
     "phi3": transformers.Phi3Config(**_GATED, **_ENDS, pad_token_id=0),
-}
+}  # fmt: skip

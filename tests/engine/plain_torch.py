@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,19 +12,16 @@ from transformers import PreTrainedModel
 
 from fuyou_cli.engine.updates import Optimizer
 
-from .rig import EVERYWHERE, OPTIMIZER, Subject
+from .comparing import Outcome, assert_near, unequal
+from .rig import EVERYWHERE, OPTIMIZER, Subject, outcome
 
 DEVICE = "cuda" if EVERYWHERE == "cuda" else "cpu"
 
 
 def plain_run(
-    subject: Subject,
-    steps: int,
-    *,
-    clip: float | None = 0.5,
-    optimizer: Optimizer = OPTIMIZER,
+    subject: Subject, steps: int, *, clip: float | None = 0.5, optimizer: Optimizer = OPTIMIZER,
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
     """The losses and the weights after `steps` steps of torch's own optimizer over the same micro-batches."""
     model = subject.fresh()
     model.load_state_dict(subject.initial)
@@ -37,6 +35,23 @@ def plain_run(
         by_torch.step()
         by_torch.zero_grad()
     return losses, {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
+
+
+def assert_as_plain_torch(
+    subject: Subject, folder: Path, steps: int, *, clip: float | None = 0.5, optimizer: Optimizer = OPTIMIZER,
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None, moved: str = "", near: float = 1e-6, **way: Any,
+) -> Outcome:  # fmt: skip
+    """Compares losses and weights of a rig with those of torch; returns the rig's. `moved`: a part of the names of those that
+    alone are to be compared, and to be others than in the beginning."""
+    losses, weights = outcome(subject, folder, steps, clip=clip, optimizer=optimizer, **way)
+    plain_losses, plain_weights = plain_run(subject, steps, clip=clip, optimizer=optimizer, prepare=prepare)
+    theirs = subject.stored(plain_weights)
+    chosen = {name for name in weights if moved in name}
+    before = subject.stored(subject.initial)
+    assert not moved or set(unequal(weights, {name: before[name] for name in weights})) == chosen
+    ours, theirs = ({name: one[name] for name in chosen} for one in (weights, theirs))
+    assert_near((losses, ours), (plain_losses, theirs), weights=near)
+    return losses, weights
 
 
 def learning(model: PreTrainedModel) -> list[torch.Tensor]:

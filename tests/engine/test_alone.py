@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from fuyou_cli.engine.alone import BlockAlone, HeadAlone
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.calls import StageCall
+from fuyou_cli.engine.cutting import cut_vocabulary
 from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.engine.vocabulary import cut_vocabulary
-from fuyou_cli.spec.model import ModelSpec, StageSpec
+from fuyou_cli.spec.model import Dtype, ModelSpec, StageSpec
 
 from .families import FAMILIES, opt
 
@@ -25,13 +25,11 @@ SHAPE = (1, 12)
 CPU = torch.device("cpu")
 
 
-def specified(family: str, *, rows: int = 0, chunk: int = 0, shape: tuple[int, int] = SHAPE) -> tuple[Anatomy, ModelSpec]:
+def specified(family: str, *, rows: int = 0, chunk: int = 0, dtype: Dtype = "float32") -> tuple[Anatomy, ModelSpec]:
     torch.set_num_threads(1)
     config = opt(projected_to=16) if family == "opt, projected" else FAMILIES[family]
-    anatomy = cut_vocabulary(dissect(build(config, dtype="float32", attention="sdpa")), rows)
-    spec = inspect(
-        anatomy, dtype="float32", micro_batch_size=shape[0], max_seq_len=shape[1], head_chunk_tokens=chunk
-    )  # fmt: skip
+    anatomy = cut_vocabulary(dissect(build(config, dtype=dtype, attention="sdpa")), rows)
+    spec = inspect(anatomy, dtype=dtype, micro_batch_size=SHAPE[0], max_seq_len=SHAPE[1], head_chunk_tokens=chunk)
     return anatomy, spec
 
 
@@ -76,7 +74,7 @@ def test_visits_take_turns_with_weights_that_no_cache_holds() -> None:
 
 
 def test_a_blocks_gradients_add_up_in_a_wider_sum() -> None:
-    anatomy, spec = specified("llama")
+    anatomy, spec = specified("llama", dtype="bfloat16")
     stage = next(stage for stage in spec.stages if stage.kind == "block")
     alone = BlockAlone(anatomy, stage, dtype="bfloat16", accumulate="float32", shape=SHAPE, device=CPU, micro_batches=2)
     alone.backward()

@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.process import alive
 from fuyou_cli.engine.anatomy import dissect, frozen, outline
-from fuyou_cli.engine.describe import Mixture, Outlined, inspect, outlined, specified, traced
+from fuyou_cli.engine.describe import Mixture, Outlined, inspect, outlined, specified
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.spec.model import ExpertWork, ModelSpec, StageSpec, TensorSpec
 
 from .families import VOCABULARY, llama
-from .test_refused_families import REFUSED
+from .test_families_stages import REFUSED
 
 CONFIGS = Path(__file__).with_name("configs")
 TOKENS = 256
@@ -36,32 +36,16 @@ ROUTER, WIDE = "of its router stays float32", "layers.1 takes float32, but the m
 # Parameters in billions as published, all and (of mixtures) per token: the model's card on huggingface.co, section "model"
 # or "parameters"; of gpt2-xl the name "1558M" in github.com/openai/gpt-2, of gpt-neox-20b table 1 of arXiv 2204.06745.
 PUBLISHED: dict[str, tuple[str, str | None, str | None]] = {
-    "deepseek-v2-lite": ("15.7", "2.4", None),
-    "deepseek-v3": ("671", "37", None),
-    "ernie-4.5-21b-a3b": ("21", "3", ROUTER),
-    "falcon-7b": ("7", None, None),
-    "gemma-2-9b": ("9", None, None),
-    "gemma-3-1b": ("1", None, None),
-    "gpt-neox-20b": ("20.55", None, None),
-    "gpt2-xl": ("1.558", None, None),
-    "gpt-oss-120b": ("116.83", "5.13", None),
-    "gpt-oss-20b": ("20.91", "3.61", None),
-    "granite-3.1-8b": ("8.1", None, None),
-    "llama-3.1-405b": ("405", None, None),
-    "llama-3.1-70b": ("70.6", None, None),
-    "llama-3.1-8b": ("8.03", None, None),
-    "llama-3.2-1b": ("1.23", None, None),
-    "mamba-2.8b": ("2.8", None, WIDE),
-    "mistral-7b": ("7.24", None, None),
-    "mixtral-8x7b": ("46.7", "12.9", None),
-    "olmo-2-13b": ("13.7", None, None),
-    "opt-13b": ("13", None, None),
-    "phi-3-mini": ("3.8", None, None),
-    "phi-4": ("14.7", None, None),
-    "qwen2.5-7b": ("7.61", None, None),
-    "qwen3-14b": ("14.8", None, None),
+    "deepseek-v2-lite": ("15.7", "2.4", None), "deepseek-v3": ("671", "37", None), "ernie-4.5-21b-a3b": ("21", "3", ROUTER),
+    "falcon-7b": ("7", None, None), "gemma-2-9b": ("9", None, None), "gemma-3-1b": ("1", None, None),
+    "gpt-neox-20b": ("20.55", None, None), "gpt2-xl": ("1.558", None, None), "gpt-oss-120b": ("116.83", "5.13", None),
+    "gpt-oss-20b": ("20.91", "3.61", None), "granite-3.1-8b": ("8.1", None, None), "llama-3.1-405b": ("405", None, None),
+    "llama-3.1-70b": ("70.6", None, None), "llama-3.1-8b": ("8.03", None, None), "llama-3.2-1b": ("1.23", None, None),
+    "mamba-2.8b": ("2.8", None, WIDE), "mistral-7b": ("7.24", None, None), "mixtral-8x7b": ("46.7", "12.9", None),
+    "olmo-2-13b": ("13.7", None, None), "opt-13b": ("13", None, None), "phi-3-mini": ("3.8", None, None),
+    "phi-4": ("14.7", None, None), "qwen2.5-7b": ("7.61", None, None), "qwen3-14b": ("14.8", None, None),
     "qwen3-30b-a3b": ("30.5", "3.3", None),
-}
+}  # fmt: skip
 MIXTURES = [name for name, (_, active, _) in PUBLISHED.items() if active is not None]
 
 
@@ -288,7 +272,7 @@ def test_recurrent_blocks_are_traced_in_short_rows() -> None:
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=16)
     anatomy = dissect(build(config, dtype="float32", attention="sdpa"))
     asked = {"dtype": "float32", "micro_batch_size": 2, "max_seq_len": 34, "head_chunk_tokens": 16}
-    short, whole = traced(anatomy, **asked), inspect(anatomy, **asked)  # type: ignore[arg-type]
+    short, whole = specified(Outlined(anatomy=anatomy, refusal=None), **asked), inspect(anatomy, **asked)  # type: ignore[arg-type]
     assert not any(stage.operators for stage in short.stages)
     for ours, theirs in zip(short.stages, whole.stages, strict=True):
         assert ours.forward_flops == theirs.forward_flops

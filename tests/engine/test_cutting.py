@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.cutting import automatic_rows, cut_vocabulary, obstacle, resolved_rows
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.engine.vocabulary import automatic_rows, cut_vocabulary, obstacle, resolved_rows
 from fuyou_cli.spec.model import STAGE_ALIGN, TENSOR_ALIGN
 
 from .families import FAMILIES, VOCABULARY, llama

@@ -186,13 +186,10 @@ def _stage(tensor: TensorSpec, *banks: BankSpec) -> StageSpec:
 @pytest.mark.parametrize(
     ("kind", "each"),
     [
-        ("nf4", 0.5 + 4 / 64),
-        ("nf4_double", 0.5 + 1 / 64 + 4 / 64 / 256),
-        ("int8", 1 + 4 / 4096),
-        ("mxfp4", 0.5 + 1 / 32),
+        ("nf4", 0.5 + 4 / 64), ("nf4_double", 0.5 + 1 / 64 + 4 / 64 / 256), ("int8", 1 + 4 / 4096), ("mxfp4", 0.5 + 1 / 32),
         ("fp8", 1 + 4 / 128**2),
     ],
-)
+)  # fmt: skip
 def test_bytes_at_rest(kind: Quantised, each: float) -> None:
     """Counts bytes of a matrix per weight: 0.5625, 0.516, 1.001, 0.531 and 1.0002."""
     assert packed_bank(kind, [("one", (4096, 4096))])[1] == pytest.approx(each * 4096**2, abs=4096 + 256)

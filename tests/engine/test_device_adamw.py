@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.engine import device_states
-from fuyou_cli.engine.device_states import DeviceAdamW, DeviceState, is_lost
+from fuyou_cli.engine import updates
 from fuyou_cli.engine.devices import gpu_kernels
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
-from fuyou_cli.engine.updates import Optimizer, Scalars
+from fuyou_cli.engine.updates import DeviceAdamW, DeviceState, Optimizer, Scalars, is_lost
 from fuyou_cli.planner.device import UPDATE_SCRATCH
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.swap import kernels
@@ -159,7 +158,7 @@ def test_the_kernels_source_is_the_librarys(
     weights: Dtype, summed_in: Dtype, way: dict[str, Any], kernel_in_c: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = kernel_in_c(weights == "bfloat16", summed_in == "bfloat16")
-    monkeypatch.setattr(device_states, "adamw_kernel", lambda device, **_: compiled)
+    monkeypatch.setattr(updates, "adamw_kernel", lambda device, **_: compiled)
     monkeypatch.setattr(DeviceAdamW, "_chunk", lambda *_: pytest.fail("not by the kernel"))
     test_it_is_the_librarys(weights, summed_in, way, "cpu", 700, True)
 

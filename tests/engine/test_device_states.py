@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import NumericsError
-from fuyou_cli.engine.device_states import StagedCopies
 from fuyou_cli.engine.devices.base import Event
+from fuyou_cli.engine.updates import StagedCopies
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.spec.model import Dtype
@@ -27,8 +27,9 @@ from fuyou_cli.spec.plan import Span, Tier
 from fuyou_cli.swap.kernels import checksum
 from tests.emulated import EmulatedDevice
 
-from .comparing import Outcome, unequal
+from .comparing import Outcome, assert_same
 from .families import llama
+from .measuring import copied_in_a_step
 from .rig import HARDWARE, OPTIMIZER, SPARE, Rig, Shape, Subject
 
 STEPS = 4
@@ -53,8 +54,7 @@ def test_everything_on_the_device_is_the_same_run(shape: Shape, clip: float | No
     subject = Subject(llama(tie_word_embeddings=tied), shape)
     wanted, weights, _, _ = _run(subject, tmp_path / "host", home="cpu", clip=clip)
     losses, found, peak, planned = _run(subject, tmp_path / "device", home="gpu", boundaries="cpu", clip=clip)
-    assert losses == wanted
-    assert unequal(found, weights) == []
+    assert_same((losses, found), (wanted, weights))
     assert peak <= planned + SPARE
 
 
@@ -101,9 +101,7 @@ def test_any_mix_of_homes_is_the_same_run(
     }  # fmt: skip
     with TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:  # none is left: there may be thousands
         losses, found, peak, planned = _run(known.subject, Path(folder, "device"), steps=FEWER, **way)
-        wanted, weights = known.outcome(clip, sweeps, Path(folder, "host"))
-    assert losses == wanted
-    assert unequal(found, weights) == []
+        assert_same((losses, found), known.outcome(clip, sweeps, Path(folder, "host")))
     assert peak <= planned + SPARE
 
 
@@ -116,18 +114,9 @@ def test_a_step_copies_what_its_plan_says(there: tuple[int, ...], clip: float | 
         charged = copied_bytes(
             Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.visits.schedule.visits, stages=rig.plan.stages
         )
-        first, second = subject.batches(2)
-        rig.step(*first, 1)
-        rig.executor.drain()
-        rig.device.copies()
-        updates = rig.counters().update_params
-        rig.step(*second, 2, last=True)
-        rig.executor.drain()
-        rig.device.synchronize()
-        copies = rig.device.copies()
+        up, down = copied_in_a_step(rig, number=2)
         elsewhere = sum(stage.params for stage in rig.spec.stages if stage.index not in there)
-        assert rig.counters().update_params - updates == elsewhere
-    up, down = (sum(copy.bytes for copy in copies if copy.up == way) for way in (True, False))
+        assert rig.counters().update_params == 2 * elsewhere
     assert (up, down) == charged
     kept = sum(stage.keeps_input for stage in subject.spec.stages)
     boundary = subject.spec.boundary_bytes_per_token * subject.numerics.tokens

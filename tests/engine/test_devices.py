@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.engine.devices import cuda, open_device
-from fuyou_cli.engine.devices.cuda import BulkCopies, CudaCopies, CudaDevice, free_memory
-from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
+from fuyou_cli.engine.devices.cuda import STAGING, BulkCopies, CudaCopies, CudaDevice, PinnedMemory, Staging, free_memory
 from tests.emulated import ComputeClock, CopyEngine, EmulatedDevice
 
 from . import rig as rigs

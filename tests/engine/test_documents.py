@@ -16,11 +16,10 @@ from drawn import every, quick_and_slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.anatomy import dissect, isolated
 from fuyou_cli.engine.attention import attending_apart, longest
 from fuyou_cli.engine.calls import one_row_masks, with_fake_parameters
 from fuyou_cli.engine.describe import LiveBytes
-from fuyou_cli.engine.isolated import isolated
 from fuyou_cli.engine.skeleton import build
 
 from .comparing import distance, unequal

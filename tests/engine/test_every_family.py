@@ -15,7 +15,6 @@ import torch
 import transformers
 from drawn import every, quick_and_slow
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.calls import stage_calls
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import models_table
 
 from .comparing import relative
+from .measuring import Seen
 from .plain_torch import plain_run
 from .rig import Rig, Shape, Subject
 
@@ -102,17 +102,10 @@ def test_two_steps_as_plain_pytorch(name: str, tmp_path: Path) -> None:
     assert relative(losses, plain_run(subject, 2)[0]) <= 1e-6
 
 
-class _Products(TorchDispatchMode):
-    """Lists what is multiplied, by which operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(part in str(func) for part in ("mm", "attention", "conv")):
-            self.found.append(f"{func} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}")
-        return func(*args, **(kwargs or {}))
+def _products(func: Any, args: Any) -> str | None:
+    """Returns what is multiplied, by which operator."""
+    multiplies = any(part in str(func) for part in ("mm", "attention", "conv"))
+    return f"{func} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}" if multiplies else None
 
 
 @pytest.mark.parametrize("name", every(40, TRAINED))
@@ -128,7 +121,7 @@ def test_forward_multiplies_as_its_recompute(name: str) -> None:
         with x.fake_mode:
             flat, found = torch.empty(stages[call.name].params), list[list[str]]()
             for gradients in (False, True):
-                with torch.set_grad_enabled(gradients), stages[call.name].installed(flat), _Products() as products:
+                with torch.set_grad_enabled(gradients), stages[call.name].installed(flat), Seen(_products) as products:
                     call.run(x.detach().requires_grad_(gradients))
                 found.append(products.found)
         assert found[0] == found[1] != [], call.name

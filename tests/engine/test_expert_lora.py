@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fuyou_cli.core import process
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import as_marked, dissect
 from fuyou_cli.engine.experts import is_experts
@@ -26,19 +23,19 @@ from fuyou_cli.engine.skeleton import build
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection
 
-from .comparing import Outcome, assert_same, distance, relative, unequal
+from .comparing import relative
 from .families import FAMILIES as DENSE
-from .plain_torch import plain_run
+from .measuring import peak_of_a_step, without_holes
+from .plain_torch import assert_as_plain_torch, plain_run
 from .rig import OPTIMIZER, Rig, Shape, assert_moves_as_planned, outcome
-from .test_compute_memory import LiveOutside
-from .test_mixtures import FAMILIES, WAYS, Decided, _one_for_all, _with_routers
+from .test_mixtures import FAMILIES, Decided, _one_for_all, _with_routers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import models_table
 
 pytest.importorskip("peft", reason="peft comes with the extra lora")
-STEPS = 20
+STEPS = 12
 RANK = 4
 TARGETS = {"deepseek_v3": ["q_a_proj", "q_b_proj", "o_proj"]}
 
@@ -98,36 +95,7 @@ class Adapted(Decided):
 def test_beside_plain_torch(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
     subject = Adapted(family, **keys)
     optimizer = replace(OPTIMIZER, lr=1e-3, epsilon=1e-6)
-    with Rig(subject, tmp_path, clip=0.5, optimizer=optimizer) as rig:
-        losses, weights = rig.run(STEPS), rig.weights()
-    plain_losses, plain_weights = plain_run(subject, STEPS, clip=0.5, optimizer=optimizer)
-    before, after = subject.stored(subject.initial), subject.stored(plain_weights)
-    adapter = {name for name in weights if "lora_" in name}
-    assert set(unequal(weights, {name: before[name] for name in weights})) == adapter
-    assert relative(losses, plain_losses) <= 1e-6
-    assert distance(*({name: one[name] for name in adapter} for one in (weights, after))) <= 1e-6
-
-
-PLACED = {"qwen3_moe": "bfloat16", "deepseek_v3, groups": "float32"}
-
-
-@pytest.fixture(scope="module")
-def subjects() -> Callable[[str], Adapted]:
-    return cache(lambda family: Adapted(family, Shape(dtype=PLACED[family])))  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Adapted], Outcome]:
-    return cache(lambda subject: outcome(subject, tmp_path_factory.mktemp("store"), 4, clip=0.5))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", every(2, PLACED))
-def test_same_bits(
-    way: str, family: str, subjects: Callable[[str], Adapted], on_the_ssd: Callable[[Adapted], Outcome], tmp_path: Path
-) -> None:
-    subject = subjects(family)
-    assert_same(outcome(subject, tmp_path, 4, clip=0.5, **WAYS[way]), on_the_ssd(subject))
+    assert_as_plain_torch(subject, tmp_path, STEPS, optimizer=optimizer, moved="lora_")
 
 
 def test_an_expert_that_nobody_chooses(tmp_path: Path) -> None:
@@ -159,8 +127,7 @@ def test_counts_its_work_and_memory() -> None:
 
 def test_a_step_reads_writes_and_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte by byte, without what the heap makes of it; also where all tokens go to the same experts."""
-    for name in ("HOLES", "HELD"):
-        monkeypatch.setattr(process, name, 0.0)
+    without_holes(monkeypatch)
     _, updated = assert_moves_as_planned(Adapted("qwen3_moe"), tmp_path / "moves", after=2)
     assert updated == Adapted("qwen3_moe").spec.updated_parameters
     peaks = []
@@ -168,13 +135,8 @@ def test_a_step_reads_writes_and_takes_what_is_planned(tmp_path: Path, monkeypat
         subject = _with_routers(Adapted("qwen3_moe", Shape(batch=8, micro=1, tokens=64)), change)
         with Rig(subject, tmp_path / change.__name__, home="cpu") as rig:
             charged = compute_memory(subject.spec, rig.request)
-            live = LiveOutside(rig.memory.arena)
-            ids, labels = next(subject.batches(1))
-            with live:
-                rig.step(ids, labels, 1, last=True)
-            rig.executor.drain()
-        peaks.append(live.peak)
-        assert live.peak <= charged.whole_batch + charged.stage
+            peaks.append(peak_of_a_step(rig))
+        assert peaks[-1] <= charged.whole_batch + charged.stage
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 from drawn import every
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine import activations
 from fuyou_cli.engine.attention import SDPA
 from fuyou_cli.engine.describe import inspect
-from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.operators import InAttention, Operators, Resting, Views
 from fuyou_cli.planner.boundary_layout import Kept, every_operator
+from fuyou_cli.planner.memory import device_memory
 from fuyou_cli.planner.schedule import plan_schedule
+from tests.emulated import EmulatedDevice
 
 from .comparing import Outcome, assert_same, unequal
 from .families import FAMILIES, gpt2, llama
 from .late import make_late
-from .rig import Rig, Shape, Subject, assert_moves_as_planned, outcome
-from .test_compute_memory import LiveOutside
+from .measuring import Seen, copied_in_a_step, peak_of_a_step
+from .rig import Rig, Shape, Subject, outcome
 
 STEPS = 2
 
@@ -46,17 +47,12 @@ def dropping() -> Subject:
     return Subject(gpt2(dropout=0.1), Shape(**UNEVEN))
 
 
-class _Multiplied(TorchDispatchMode):
-    """Counts FLOPs of the products of matrices run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
-            self.flops += 2 * args[0].numel() * args[1].shape[1]
-        return func(*args, **(kwargs or {}))
+def work_of_a_step(rig: Rig) -> tuple[float, float]:
+    """Returns FLOPs of the products of matrices that a step runs, and those of all that is planned."""
+    multiplied = Seen(lambda func, args: 2 * args[0].numel() * args[1].shape[1] if func is torch.ops.aten.mm.default else None)
+    with multiplied:
+        rig.run(1)
+    return sum(multiplied.found), sum(visit.flops for visit in plan_schedule(rig.spec, rig.plan).visits)
 
 
 def test_what_is_kept_is_not_computed_again(tmp_path: Path) -> None:
@@ -65,21 +61,16 @@ def test_what_is_kept_is_not_computed_again(tmp_path: Path) -> None:
     every = subject.spec.stages[1].operators
     products = tuple(operator.index for operator in every if operator.kind == "mm")
     kept: Kept = ((), products, (), products[2:4], (), ())
-    counted, planned = [], []
+    found = []
     for way in (None, kept):
         with Rig(subject, tmp_path / str(way is None), home="cpu", kept=way) as rig:
-            ids, labels = next(subject.batches(1))
-            with _Multiplied() as counter:
-                rig.step(ids, labels, 1, last=True)
-            rig.executor.drain()
-            counted.append(counter.flops)
-            planned.append(sum(visit.flops for visit in plan_schedule(subject.spec, rig.plan).visits))
+            found.append(work_of_a_step(rig))
     spared = sum(
         operator.flops for stage, some in zip(subject.spec.stages, kept, strict=True)
         for operator in stage.operators if operator.index in some
     )  # fmt: skip
     assert len(products) == 6 and spared > 0  # the last product of a block is never computed again
-    assert counted[0] - counted[1] == planned[0] - planned[1] == 2 * spared
+    assert [whole - less for whole, less in zip(*found, strict=True)] == [2 * spared] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -98,7 +89,7 @@ def test_backward_uses_what_was_kept(device: Any, tmp_path: Path) -> None:
 
 
 def _spoil_first_output(rig: Rig) -> None:
-    visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
+    visit = rig.visit
     if (visit.phase, visit.stage) == ("forward", 1):
         for operator in rig.spec.stages[1].operators:
             if operator.name == "mm mlp.up_proj":
@@ -121,10 +112,11 @@ def test_attention_with_dropout_is_never_kept(dropping: Subject) -> None:
 def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends a copy still under way before its source changes; backward uses the value before the change."""
     subject = Subject(llama(), Shape())
+    plain = _outcome(subject, tmp_path / "plain")
     for layer in subject.anatomy.model.base_model.layers:
         monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
     expected = _outcome(subject, tmp_path / "recompute")
-    assert expected[0] != _outcome(Subject(llama(), Shape()), tmp_path / "plain")[0]
+    assert expected[0] != plain[0]
     way = make_late(monkeypatch) if late else {"device": "cpu"}
     assert_same(_outcome(subject, tmp_path / "kept", kept="all", **way), expected)
 
@@ -253,12 +245,7 @@ def test_memory_of_a_step_does_not_rise(family: str, tmp_path: Path) -> None:
     peaks = []
     for kept in (None, "all"):
         with Rig(subject, tmp_path / str(kept), home="cpu", kept=kept) as rig:  # type: ignore[arg-type]
-            live = LiveOutside(rig.memory.arena)
-            ids, labels = next(subject.batches(1))
-            with live:
-                rig.step(ids, labels, 1, last=True)
-            rig.executor.drain()
-            peaks.append(live.peak)
+            peaks.append(peak_of_a_step(rig))
     assert peaks[1] <= peaks[0]
 
 
@@ -273,52 +260,6 @@ def test_remembered_views_hold_no_memory_until_the_collector_runs() -> None:
         assert held() is None
     finally:
         gc.enable()
-
-
-@pytest.fixture(scope="module")
-def two_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Subject, Outcome]:
-    subject = Subject(llama(), Shape())
-    return subject, _outcome(subject, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.mark.parametrize("place", ["cpu", "ssd", "outputs there", "boundaries there"])
-def test_a_step_given_up_leaves_nothing_behind(place: Any, two_steps: tuple[Subject, Outcome], tmp_path: Path) -> None:
-    subject, expected = two_steps
-    way: dict[str, Any] = {
-        "outputs there": {"kept_there": every_operator(subject.spec)}, "boundaries there": {"boundaries": "gpu"},
-    }.get(place, {"boundaries": place, "kept": "all"})  # fmt: skip
-    with Rig(subject, tmp_path, home="cpu", device="emulated", **way) as rig:
-        _two_steps_one_given_up(rig, subject)
-        assert_same((rig.losses, rig.weights()), expected)
-        assert len(rig.executor.visits.boundaries.ledger.free) == len(rig.plan.boundary_slots)
-
-
-def _two_steps_one_given_up(rig: Rig, subject: Subject) -> None:
-    """Runs two steps. The second is given up in its forward, then in its backward, then done."""
-    batches = list(subject.batches(2))
-    rig.step(*batches[0], 1)
-    for phase in ("forward", "backward"):
-        rig.executor.between_micro_batches = lambda phase=phase: _give_up(rig, phase)  # type: ignore[misc]
-        with pytest.raises(StepAbandoned):
-            rig.executor.step(*batches[1], step=2, lr=rig.optimizer.lr)
-        rig.executor.abandon()
-    rig.executor.between_micro_batches = lambda: None
-    rig.step(*batches[1], 2, last=True)
-    rig.executor.drain()
-
-
-def _give_up(rig: Rig, phase: str) -> None:
-    visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
-    if (visit.phase, visit.stage) == (phase, 1):
-        raise StepAbandoned
-
-
-def test_one_more_step_moves_exactly_what_was_predicted(tmp_path: Path) -> None:
-    subject = Subject(llama(num_hidden_layers=3), Shape(dtype="bfloat16", accumulate="bfloat16", **UNEVEN))
-    way = dict(home="cpu", boundaries="ssd", kept="all")
-    predicted = assert_moves_as_planned(subject, tmp_path, after=2, **way)[0].predicted
-    outputs = sum(operator.bytes for stage in subject.spec.stages for operator in stage.operators)
-    assert predicted.read_by["boundaries"] == predicted.read_per_step > 3 * outputs  # three micro-batches
 
 
 def test_another_sequence_of_operators_than_planned_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,3 +288,131 @@ def test_flops_of_a_dense_block(family: str) -> None:
             every = (*stage.operators, *stage.unneeded)
             assert 0.9 * stage.forward_flops <= sum(operator.flops for operator in every) <= stage.forward_flops
             assert len({operator.index for operator in every}) == len(every) >= 4
+
+
+# ---- on the device -------------------------------------------------------------------------------------------------
+
+
+THERE: dict[str, Any] = {"home": "cpu", "device": "emulated", "boundaries": "gpu"}
+
+
+def test_an_output_changed_in_place_is_found_by_inspection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds it when the model is inspected: it is copied, where others are computed in their places."""
+    subject = Subject(llama(), Shape())
+    assert not any(operator.overwritten for operator in subject.spec.stages[1].operators)
+    for layer in subject.anatomy.model.base_model.layers:
+        monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
+    expected = _outcome(subject, tmp_path / "recompute")
+    way = make_late(monkeypatch)
+    with (
+        pytest.raises(UsageError, match=r"add_ changes the output of mm"),
+        Rig(subject, tmp_path / "unexpected", home="cpu", kept_there="room", **way) as rig,
+    ):
+        rig.run(1)
+    subject.spec = inspect(
+        subject.anatomy, dtype="float32", micro_batch_size=subject.shape.micro, max_seq_len=subject.shape.tokens,
+        head_chunk_tokens=0,
+    )  # fmt: skip
+    changed = [operator.name for operator in subject.spec.stages[1].operators if operator.overwritten]
+    assert changed == ["mm mlp.gate_proj"]
+    assert_same(_outcome(subject, tmp_path / "kept", kept_there="room", **way), expected)
+
+
+def test_products_are_computed_where_they_are_kept(tmp_path: Path) -> None:
+    """Computes them without a copy, in the device as well."""
+    subject = Subject(llama(num_hidden_layers=2), Shape(batch=4, micro=2))
+    products = [o for stage in subject.spec.stages for o in stage.operators if o.kind == "mm"]
+    counts = []
+    for kept_there in (None, "room"):
+        with Rig(subject, tmp_path / str(kept_there), home="cpu", device="emulated", kept_there=kept_there) as rig:  # type: ignore[arg-type]
+            with Seen(lambda func, args: str(func)) as made:
+                rig.run(1)
+            counts.append(Counter(made.found))
+    assert counts[1]["aten.mm.out"] == 2 * len(products) and counts[0]["aten.mm.out"] == 0
+    assert counts[0]["aten.mm.default"] - counts[1]["aten.mm.default"] == 2 * 2 * len(products)  # recomputed, and in forward
+
+
+def test_no_output_crosses(tmp_path: Path) -> None:
+    """Bytes each way are those of recompute; where outputs rest with the boundary they are those and every output, once: no
+    parameter that backward looks at is among them."""
+    subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2, tokens=32))  # no kernel pads
+    outputs = sum(operator.bytes for stage in subject.spec.stages for operator in stage.operators)
+    ways: dict[str, dict[str, Any]] = {
+        "recompute": {}, "device": {"kept_there": every_operator(subject.spec)}, "boundary": {"kept": "all"},
+    }  # fmt: skip
+    moved = {}
+    for name, way in ways.items():
+        with Rig(subject, tmp_path / name, home="cpu", device="emulated", **way) as rig:
+            moved[name] = copied_in_a_step(rig)
+    assert moved["device"] == moved["recompute"]
+    assert moved["boundary"] == [before + 2 * outputs for before in moved["recompute"]]
+
+
+@pytest.mark.parametrize("shape", [Shape(**UNEVEN), Shape(batch=2, micro=2, dtype="bfloat16")], ids=["uneven", "one"])
+def test_memory_of_outputs_is_what_the_plan_charges(shape: Shape, tmp_path: Path) -> None:
+    """Takes to the byte more than without, and never more than the plan."""
+    subject = Subject(llama(), shape)
+    every, way = every_operator(subject.spec), {"home": "cpu", "device": "emulated"}
+    peaks, charged, limit = [], [], 0
+    for number, kept_there in enumerate((None, every)):
+        with Rig(subject, tmp_path / str(number), kept_there=kept_there, **way) as rig:  # type: ignore[arg-type]
+            rig.run(2)
+            peaks.append(rig.device.peak_memory())
+            charged.append(device_memory(subject.spec, rig.request, rig.plan.stages).outputs)
+            limit = rig.plan.predicted.gpu_peak
+    assert peaks[1] - peaks[0] == charged[1] > charged[0] == 0
+    with Rig(subject, tmp_path / "limit", kept_there=every, opened=EmulatedDevice(limit), **way) as rig:  # type: ignore[arg-type]
+        rig.run(2)
+    with pytest.raises(torch.OutOfMemoryError):
+        Rig(subject, tmp_path / "less", kept_there=every, opened=EmulatedDevice(charged[1] - 1), **way)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_as_many_as_there_is_room_for(share: float, tmp_path: Path) -> None:
+    """Keeps what fits a device that has no more than its limit."""
+    subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2))
+    every, way = every_operator(subject.spec), {"home": "cpu", "device": "emulated"}
+    with Rig(subject, tmp_path / "every", kept_there=every, **way) as rig:  # type: ignore[arg-type]
+        charged = device_memory(subject.spec, rig.request, rig.plan.stages)
+    operators = sum(map(len, every))
+    rounding = 2 * 4096 * operators  # of each output of each micro-batch, where they are chosen
+    limit = charged.total - charged.outputs + int(share * (charged.outputs + rounding))
+    opened = EmulatedDevice(limit)
+    with Rig(subject, tmp_path / "room", kept_there="room", gpu_budget=limit, opened=opened, **way) as rig:  # type: ignore[arg-type]
+        rig.run(1)
+        found = sum(len(stage.kept_there) for stage in rig.plan.stages)
+        assert rig.plan.predicted.gpu_peak <= limit
+    assert found == operators if share == 1 else found < operators
+    assert bool(found) == bool(share)
+
+
+def test_no_boundary_crosses(tmp_path: Path) -> None:
+    """Counts what crosses: less by every boundary, once each way."""
+    subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2, tokens=32))
+    moved = []
+    for boundaries in ("cpu", "gpu"):
+        with Rig(subject, tmp_path / boundaries, **{**THERE, "boundaries": boundaries}) as rig:
+            moved.append(copied_in_a_step(rig))
+    one = subject.spec.boundary_bytes_per_token * subject.numerics.tokens
+    every = one * sum(stage.keeps_input for stage in subject.spec.stages)
+    stashed = one * sum(visit.stash for visit in rig.executor.visits.schedule.visits)
+    assert moved[0] == [moved[1][0] + every, moved[1][1] + stashed] and stashed
+
+
+@pytest.mark.parametrize("kept_there", [False, True])
+def test_memory_of_boundaries_is_what_the_plan_charges(kept_there: bool, tmp_path: Path) -> None:
+    """Takes to the byte more than without, and never more than the plan; nothing in RAM."""
+    subject = Subject(llama(), Shape(**UNEVEN))
+    there = every_operator(subject.spec) if kept_there else None
+    peaks, charged, limit = [], [], 0
+    for boundaries in ("cpu", "gpu"):
+        with Rig(subject, tmp_path / boundaries, kept_there=there, **{**THERE, "boundaries": boundaries}) as rig:
+            rig.run(1)
+            peaks.append(rig.device.peak_memory())
+            charged.append(device_memory(subject.spec, rig.request, rig.plan.stages).boundaries)
+            limit = rig.plan.predicted.gpu_peak
+            in_ram = sum(line.size for line in rig.plan.memory if (line.what, line.tier) == ("boundaries", "cpu"))
+            assert bool(in_ram) == (boundaries == "cpu")
+    assert peaks[1] - peaks[0] == charged[1] > charged[0] == 0
+    with Rig(subject, tmp_path / "limit", kept_there=there, opened=EmulatedDevice(limit), **THERE) as rig:
+        rig.run(1)

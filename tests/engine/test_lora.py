@@ -16,9 +16,8 @@ from fuyou_cli.planner.plan_request import PlanRequest, rest_in_ram
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.recipe.schema import AdapterSection
 
-from .comparing import distance, relative, unequal
 from .families import FAMILIES
-from .plain_torch import micro_losses, plain_run
+from .plain_torch import assert_as_plain_torch, micro_losses
 from .rig import Rig, Shape, Subject
 
 pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -37,15 +36,8 @@ SECTIONS: dict[str, AdapterSection] = {
 )  # fmt: skip
 def test_losses_and_adapters_of_twenty_clipped_steps(family: str, section: str, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[family], Shape(), adapter=SECTIONS[section])
-    with Rig(subject, tmp_path, clip=0.5) as run:
-        losses, weights = run.run(STEPS), run.weights()
-    plain_losses, plain_weights = plain_run(subject, STEPS, clip=0.5)
-    adapter = {name for name in weights if "lora_" in name}
-    assert set(unequal(weights, {name: subject.initial[name] for name in weights})) == adapter
-    assert relative(losses, plain_losses) <= 1e-6
     # rsLoRA's larger scale: 1.08e-6 on a processor without AVX-512, below 1e-6 on one with it.
-    allowed = 2e-6 if section == "rslora" else 1e-6
-    assert distance(*({name: every[name] for name in adapter} for every in (weights, plain_weights))) <= allowed
+    assert_as_plain_torch(subject, tmp_path, STEPS, moved="lora_", near=2e-6 if section == "rslora" else 1e-6)
 
 
 @pytest.mark.parametrize(("family", "section"), [("llama", "plain"), ("gpt2", "plain"), ("llama", "dora")])

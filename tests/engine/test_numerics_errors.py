@@ -14,6 +14,7 @@ from fuyou_cli.core.errors import NumericsError
 from .comparing import unequal
 from .families import llama
 from .rig import OPTIMIZER, Rig, Shape, Subject
+from .test_equal_bits import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,9 @@ def subject() -> Subject:
     return Subject(llama(), Shape())
 
 
-def _poisoned_from(subject: Subject, step: int, rig: Rig) -> Any:
-    """The gradient that reaches the first block's MLP is NaN from `step` on; the later stages' are fine."""
-    mlp = subject.anatomy.model.get_submodule("model.layers.0.mlp")
+def _poisoned_from(rig: Rig, step: int, block: int = 0) -> Any:
+    """The gradient that reaches a block's MLP is NaN from `step` on; the later stages' are fine."""
+    mlp = rig.anatomy.model.get_submodule(f"model.layers.{block}.mlp")
 
     def poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
         return (grad_input[0] * float("nan"),) if rig.executor.visits.step >= step else None
@@ -31,33 +32,41 @@ def _poisoned_from(subject: Subject, step: int, rig: Rig) -> Any:
     return mlp.register_full_backward_hook(poison)
 
 
+def _assert_given_up(rig: Rig, generation: int, weights: dict[str, torch.Tensor]) -> None:
+    rig.executor.abandon()
+    rig.executor.drain()
+    assert rig.generations == {generation}
+    assert unequal(rig.weights(), weights) == []
+
+
 def test_gradients_with_clipping_change_nothing(subject: Subject, tmp_path: Path) -> None:
     with Rig(subject, tmp_path / "two") as rig:
         rig.run(2)
         expected = rig.weights()
     with Rig(subject, tmp_path / "three") as rig:
-        hook = _poisoned_from(subject, 3, rig)
+        hook = _poisoned_from(rig, 3)
         try:
             with pytest.raises(NumericsError, match=r"step 3: \d+ gradients of model\.layers\.0\.\S+ \(layers\.0\)"):
                 rig.run(3)
         finally:
             hook.remove()
-        rig.executor.abandon()
-        rig.executor.drain()
-        assert rig.generations == {2}
-        assert unequal(rig.weights(), expected) == []
+        _assert_given_up(rig, 2, expected)
 
 
-def test_gradients_without_clipping_stop_at_their_stage(subject: Subject, tmp_path: Path) -> None:
-    """The stages above are updated by then."""
-    with Rig(subject, tmp_path, clip=None) as rig:
-        hook = _poisoned_from(subject, 2, rig)
+@pytest.mark.parametrize("defer", [False, True])
+def test_gradients_without_clipping_stop_at_their_stage(defer: bool, tmp_path: Path) -> None:
+    """The stages above are updated by then, but for updates that wait for the next forward; none spreads what is wrong."""
+    with Rig(MODELS["llama"](), tmp_path, clip=None, defer=defer) as rig:
+        waiting = [s.index for s in rig.spec.stages if s.kind == "block" and rig.plan.stages[s.index].deferred]
+        block = waiting[0] - 1 if waiting else 0
+        hook = _poisoned_from(rig, 2, block)
+        told = rf"step 2: \d+ gradients of model\.layers\.{block}\.\S+ \(layers\.{block}\)"
         try:
-            with pytest.raises(NumericsError, match=r"step 2: \d+ gradients of model\.layers\.0\.\S+ \(layers\.0\)") as ended:
-                rig.run(2)
+            with pytest.raises(NumericsError, match=told) as ended:
+                rig.run(3)
         finally:
             hook.remove()
-        assert ended.value.changed
+        assert ended.value.changed == (not defer)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -73,10 +82,7 @@ def test_gradients_of_the_first_stage_change_nothing(device: Any, subject: Subje
         with pytest.raises(NumericsError, match=r"step 1: \d+ gradients of lm_head\.weight \(head\)") as ended:
             rig.run(1)
         assert not ended.value.changed
-        rig.executor.abandon()
-        rig.executor.drain()
-        assert rig.generations == {0}
-        assert unequal(rig.weights(), subject.initial) == []
+        _assert_given_up(rig, 0, subject.initial)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +98,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(clip: float | None, device: A
         with pytest.raises(NumericsError, match=r"step 1: the loss \(head\S*\) is nan") as ended:
             rig.run(2)
         assert not ended.value.changed
-        rig.executor.abandon()
-        rig.executor.drain()
-        assert rig.generations == {0}
-        assert unequal(rig.weights(), poisoned) == []
+        _assert_given_up(rig, 0, poisoned)
 
 
 BFLOAT16 = Shape(dtype="bfloat16")
@@ -115,7 +118,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(step: int, device: Any, home: A
         rig.executor.drain()
         expected = rig.masters()
     with Rig(subject, tmp_path / "skipped", device=device, home=home) as rig:
-        hook = _poisoned_from(subject, step, rig)
+        hook = _poisoned_from(rig, step)
         rig.executor.may_skip = True
         for number in (1, 2, 3):
             outcome = rig.step(*batches[number - 1], number, last=number == 3)

@@ -76,12 +76,10 @@ def expected(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> dict
 @pytest.mark.parametrize(
     ("updates", "held", "awaited"),
     [
-        ("clipped", ("update", 2), ("read", 3)),
-        ("clipped", ("update", 0), ("update", 1)),
-        ("at once", ("update", 2), ("read", 3)),
-        ("clipped", ("read", 3), ("read", 4)),
+        ("clipped", ("update", 2), ("read", 3)), ("clipped", ("update", 0), ("update", 1)),
+        ("at once", ("update", 2), ("read", 3)), ("clipped", ("read", 3), ("read", 4)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_the_next_stage_is_fetched_while_one_is_waited_for(
     device: Any, updates: str, held: tuple[str, int], awaited: tuple[str, int], subject: Subject,

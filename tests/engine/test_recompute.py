@@ -11,32 +11,29 @@ from typing import Any
 import pytest
 import torch
 from drawn import every
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fuyou_cli.engine.activations import sparing, without_saving
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.describe import OperatorTrace, inspect
 from fuyou_cli.engine.operators import linear_inside, numbers_of
-from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.engine.skeleton import build
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 
 from .comparing import assert_same
 from .families import FAMILIES, gpt2, llama
 from .rig import Rig, Shape, Subject
-from .test_kept_outputs import UNEVEN, WHOLE, _Multiplied, _outcome
+from .test_kept_outputs import UNEVEN, WHOLE, _outcome, work_of_a_step
 
 # Where a norm follows the last product its value is needed; where attention and feed-forward are side by side, neither is.
 UNNEEDED = {
-    "llama": ["mm mlp.down_proj"],
-    "qwen3": ["mm mlp.down_proj"],
-    "mistral": ["mm mlp.down_proj"],
-    "gemma2": [],
-    "gemma3": [],
-    "gpt2": ["addmm mlp.c_proj"],
-    "opt": ["addmm fc2"],
-    "gpt_neo": ["addmm mlp.c_proj"],
-    "gptj": ["mm attn.out_proj", "addmm mlp.fc_out"],
-    "falcon": ["mm self_attention.dense", "mm mlp.dense_4h_to_h"],
-    "gpt_neox": ["addmm attention.dense", "addmm mlp.dense_4h_to_h"],
-    "phi3": ["mm mlp.down_proj"],
-}
+    "llama": ["mm mlp.down_proj"], "qwen3": ["mm mlp.down_proj"], "mistral": ["mm mlp.down_proj"], "gemma2": [], "gemma3": [],
+    "gpt2": ["addmm mlp.c_proj"], "opt": ["addmm fc2"], "gpt_neo": ["addmm mlp.c_proj"],
+    "gptj": ["mm attn.out_proj", "addmm mlp.fc_out"], "falcon": ["mm self_attention.dense", "mm mlp.dense_4h_to_h"],
+    "gpt_neox": ["addmm attention.dense", "addmm mlp.dense_4h_to_h"], "phi3": ["mm mlp.down_proj"],
+}  # fmt: skip
 
 
 def everything(spec: ModelSpec) -> ModelSpec:
@@ -89,17 +86,12 @@ def test_forward_as_backward_saves_nothing() -> None:
 def test_the_work_is_spared_as_planned(tmp_path: Path) -> None:
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2))
     spared = 2 * sum(stage.unneeded_flops for stage in subject.spec.stages)
-    counted, planned = [], []
+    found = []
     for spec in (subject.spec, everything(subject.spec)):
         subject.spec = spec
-        with Rig(subject, tmp_path / str(len(counted)), home="cpu") as rig:
-            ids, labels = next(subject.batches(1))
-            with _Multiplied() as counter:
-                rig.step(ids, labels, 1, last=True)
-            rig.executor.drain()
-            counted.append(counter.flops)
-            planned.append(sum(visit.flops for visit in plan_schedule(spec, rig.plan).visits))
-    assert counted[1] - counted[0] == planned[1] - planned[0] == spared > 0
+        with Rig(subject, tmp_path / str(len(found)), home="cpu") as rig:
+            found.append(work_of_a_step(rig))
+    assert spared > 0 and [whole - less for less, whole in zip(*found, strict=True)] == [spared] * 2
 
 
 def test_a_product_is_told_by_its_weight(tmp_path: Path) -> None:
@@ -144,3 +136,103 @@ def test_a_linear_layer_in_a_mode_is_torchs_own(shape: tuple[int, ...], trained:
         results.append((y.detach(), type(y.grad_fn), *gradients))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours is theirs
+
+
+# ---- work counted on operators -------------------------------------------------------------------------------------
+
+
+def test_a_product_of_a_column_and_a_row_is_no_work() -> None:
+    trace = OperatorTrace(torch.empty(0), torch.empty(0), (), ())
+    with trace:
+        torch.bmm(torch.ones(2, 5, 1), torch.ones(2, 1, 7))
+        torch.bmm(torch.ones(2, 5, 3), torch.ones(2, 3, 7))
+    assert [(operator.index, operator.name) for operator in trace.found] == [(0, "bmm")]
+    assert trace.flops == trace.found[0].flops == 2 * 5 * 3 * 7  # of two activations: half, as of attention
+
+
+@pytest.mark.parametrize(("family", "numbers"), [("falcon", [0, 2, 3, 4]), ("gpt_neox", [0, 1, 2, 3, 4])])
+def test_attention_is_one_operator_whatever_it_is_made_of(family: str, numbers: list[int]) -> None:
+    """Counts Falcon's, of two products here: it is not kept, and those behind it have the numbers that they have elsewhere."""
+    spec = Subject(FAMILIES[family], Shape()).spec
+    blocks = [stage for stage in spec.stages if stage.kind == "block"]
+    assert [sorted(o.index for o in (*stage.operators, *stage.unneeded)) for stage in blocks] == [numbers] * 2
+    assert not any(set(stage.operators) & set(stage.unneeded) for stage in blocks)
+
+
+def test_attention_reserves_its_summaries_for_any_kernel() -> None:
+    """Reserves the output, and a float32 per head and token with tokens rounded up to 32."""
+    spec = Subject(FAMILIES["gpt2"], Shape(micro=2, tokens=16)).spec
+    attention = next(operator for operator in spec.stages[2].operators if operator.kind == "attention")
+    assert attention.bytes == 2 * 16 * 32 * 4 + 4 * 2 * 4 * 32
+
+
+# ---- what no hook of autograd shows --------------------------------------------------------------------------------
+
+
+def unneeded(model: PreTrainedModel) -> list[list[str]]:
+    """Names per block."""
+    spec = inspect(dissect(model), dtype="float32", micro_batch_size=2, max_seq_len=16, head_chunk_tokens=0)
+    return [[operator.name for operator in stage.unneeded] for stage in spec.stages if stage.kind == "block"]
+
+
+def skeleton() -> Any:
+    return build(llama(num_hidden_layers=2), dtype="float32", attention="sdpa")
+
+
+class _Looks(torch.autograd.Function):
+    """Keeps its input where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 + 0 * ctx.x)
+
+
+class _Looking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Looks.apply(super().forward(x))
+
+
+class _OnesOwn(LlamaForCausalLM):
+    """Stands for a class that is not transformers' own."""
+
+
+def test_without_any_the_last_product_is_spared() -> None:
+    assert unneeded(skeleton()) == [["mm mlp.down_proj"]] * 2
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_function_with_a_backward_of_its_own(layer: int) -> None:
+    """Puts it in one block of several: those that are alike but for it are spared theirs."""
+    model = skeleton()
+    model.model.layers[layer].mlp.down_proj.__class__ = _Looking
+    expected = [["mm mlp.down_proj"]] * 2
+    expected[layer] = []
+    assert unneeded(model) == expected
+
+
+def test_code_that_is_not_transformers() -> None:
+    model = skeleton()
+    model.__class__ = _OnesOwn
+    assert unneeded(model) == [[], []]
+
+
+def test_blocks_of_equal_shapes_and_other_settings_are_looked_at_one_by_one() -> None:
+    """Gives a norm after the product, which needs its value: here only where a flag says so."""
+    model = skeleton()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.__class__ = _Scaled
+        layer.mlp.squares = number == 1
+    assert unneeded(model) == [["mm mlp.down_proj"], []]
+
+
+class _Scaled(LlamaMLP):
+    squares = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * y if self.squares else y

@@ -24,7 +24,8 @@ from .comparing import assert_same, distance
 from .families import _GATED as GATED
 from .families import llama
 from .rig import Rig, Shape, Subject, add_named, outcome
-from .test_mixtures import EXPERTS, FAMILIES, WAYS, _config
+from .test_mixtures import EXPERTS, FAMILIES, _config
+from .test_mixtures_placed import WAYS
 
 MIXED = "qwen3_moe, dense and sparse"  # 4 blocks, the second dense; top 1 of 4
 
@@ -40,7 +41,7 @@ class Elsewhere:
         module = rig.anatomy.stages[stage].module
         assert module is not None
         (experts,) = (part for part in module.modules() if is_experts(part))
-        self._hook = experts.register_forward_pre_hook(self._change)
+        self.hook = experts.register_forward_pre_hook(self._change)
 
     def _change(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, chosen, weights = args
@@ -56,11 +57,12 @@ class Elsewhere:
 def test_a_recompute_that_chooses_otherwise_ends_the_step(way: dict[str, Any], tmp_path: Path) -> None:
     subject = Subject(FAMILIES[MIXED], Shape(batch=6, micro=2))
     with Rig(subject, tmp_path, **way) as rig:
-        Elsewhere(rig, stage=3, micro_batch=1)
+        elsewhere = Elsewhere(rig, stage=3, micro_batch=1)
         ids, labels = next(subject.batches(1))
         told = r"step 1: layers\.2 sends 1 tokens of micro-batch 2 to other experts in backward than in forward"
         with pytest.raises(RecomputeError, match=told) as raised:
             rig.step(ids, labels, 1)
+        elsewhere.hook.remove()
         assert raised.value.changed == ("clip" in way)
         rig.executor.abandon()
         if "clip" not in way:
@@ -205,11 +207,12 @@ def test_the_auxiliary_loss_is_of_the_whole_batch(family: str, tmp_path: Path) -
 @pytest.mark.parametrize("dtype", every(2, ["bfloat16", "float32"]))
 def test_the_same_bits_with_the_auxiliary_loss(dtype: Any, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[MIXED], Shape(dtype=dtype, router_aux_loss=COEFFICIENT))
-    usual = outcome(subject, tmp_path / "usual", 3)
-    without = outcome(Subject(FAMILIES[MIXED], Shape(dtype=dtype)), tmp_path / "without", 3)
+    usual = outcome(subject, tmp_path / "usual", 2)
+    without = outcome(Subject(FAMILIES[MIXED], Shape(dtype=dtype)), tmp_path / "without", 2)
     assert usual[0][0] == without[0][0] and usual[0][1:] != without[0][1:]  # the loss is the cross entropy alone
-    for number, way in enumerate(way for name, way in WAYS.items() if name != "two sweeps"):
-        assert_same(outcome(subject, tmp_path / str(number), 3, **way), usual)
+    ways = [way for name, way in WAYS.items() if name != "two sweeps"]
+    for number, way in enumerate(ways[:: 2 if dtype == "bfloat16" else 1]):  # all of them in float32, which is slow
+        assert_same(outcome(subject, tmp_path / str(number), 2, **way), usual)
 
 
 def test_an_auxiliary_loss_takes_one_sweep() -> None:

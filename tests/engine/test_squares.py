@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuyou_cli.engine import gradients
 from fuyou_cli.engine.devices import gpu_kernels as square_kernels
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.devices.base import Event, Run, Squares
@@ -30,6 +30,7 @@ from tests.emulated import EmulatedDevice
 
 from . import rig as rigs
 from .families import llama
+from .measuring import Seen
 from .rig import Rig, Shape, Subject
 
 
@@ -53,11 +54,9 @@ def _by_hand(values: list[float], width: int) -> float:
 
 
 @given(
-    counts=st.lists(st.integers(0, 90), min_size=1, max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    most=st.sampled_from([1, 4, 16, 64]),
-    seed=st.integers(0, 1 << 20),
-)
+    counts=st.lists(st.integers(0, 90), min_size=1, max_size=4), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    most=st.sampled_from([1, 4, 16, 64]), seed=st.integers(0, 1 << 20),
+)  # fmt: skip
 def test_the_order_of_additions_is_the_one_written_out(counts: list[int], dtype: torch.dtype, most: int, seed: int) -> None:
     flat = (torch.randn(sum(counts) + 7, generator=torch.Generator().manual_seed(seed)) * 1e3).to(dtype)
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
@@ -167,17 +166,10 @@ def test_a_gpu_gives_the_same_bits_by_the_kernel(dtype: torch.dtype) -> None:
     assert found == squares_in_lanes(flat, runs, room).tolist()
 
 
-class _Launches(TorchDispatchMode):
-    """Counts operators that a GPU has a kernel for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.seen += name.endswith("_") or name in ("zeros", "clone")
-        return func(*args, **(kwargs or {}))
+def _launched(func: Any, args: Any) -> str | None:
+    """Names an operator that a GPU has a kernel for."""
+    name: str = func.overloadpacket.__name__
+    return name if name.endswith("_") or name in ("zeros", "clone") else None
 
 
 def test_few_launches_for_a_block() -> None:
@@ -186,9 +178,9 @@ def test_few_launches_for_a_block() -> None:
     sizes = [4096 * 4096] * 2 + [1024 * 4096] * 2 + [14336 * 4096] * 3 + [4096] * 2
     runs = [(sum(sizes[:number]), size) for number, size in enumerate(sizes)]
     flat, lanes = torch.empty(sum(sizes), device="meta"), torch.empty(1 << 21, dtype=torch.float64, device="meta")
-    with _Launches() as launches:
+    with Seen(_launched) as launches:
         squares_in_lanes(flat, runs, lanes)
-    assert sum(sizes) // (1 << 21) < launches.seen < 2 * sum(sizes) // (1 << 21) + 4
+    assert sum(sizes) // (1 << 21) < len(launches.found) < 2 * sum(sizes) // (1 << 21) + 4
 
 
 # ---- in a step -------------------------------------------------------------------------------------------------------
@@ -304,3 +296,27 @@ def test_a_sum_waits_for_the_oldest_download_alone(subject: Subject, tmp_path: P
         monkeypatch.setattr(rig.executor.visits.sums, "open", observed)
         rig.run(1)
         assert opened == [3, 2, 1, 0]
+
+
+# ---- sums in pieces ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (13, 5), (1, 40), (3, 2, 5), (0, 4)])
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("piece", [1, 8, 1 << 19])
+def test_pieces_add_up(shape: tuple[int, ...], dtypes: tuple[str, str], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "PIECE", piece)
+    torch.manual_seed(3)
+    total, gradient = (torch.randn(shape).to(getattr(torch, dtype)) for dtype in dtypes)
+    expected = total + gradient.to(torch.float32) if dtypes[0] == "float32" else total.clone().add_(gradient)
+    gradients.add_in_pieces(total, gradient)
+    assert torch.equal(total, expected)
+
+
+def test_a_gradient_that_is_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes a gradient of a transposed product, say."""
+    monkeypatch.setattr(gradients, "PIECE", 8)
+    total, gradient = torch.randn(6, 10), torch.randn(10, 6).bfloat16().t()
+    expected = total + gradient.float()
+    gradients.add_in_pieces(total, gradient)
+    assert torch.equal(total, expected)

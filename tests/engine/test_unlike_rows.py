@@ -21,7 +21,7 @@ from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.plan import Numerics
 
-from .comparing import distance, relative, unequal
+from .comparing import assert_near, assert_same, relative
 from .families import _COMMON, _ENDS, _GATED, FAMILIES, VOCABULARY, gpt2, llama
 from .plain_torch import torch_adamw
 from .rig import OPTIMIZER, Rig, Shape, Subject
@@ -157,30 +157,23 @@ def test_as_plain_pytorch(family: str, tmp_path: Path) -> None:
     optimizer = KEY_BIASES if family in ("gpt2", "opt", "gpt_neox", "bloom", "gpt_neo", "falcon") else OPTIMIZER
     subject = subject_of(family)
     with Rig(subject, tmp_path, optimizer=optimizer) as rig:
-        losses, weights = run(rig), rig.weights()
-    theirs, expected = plain(subject, optimizer)
-    assert relative(losses, theirs) <= 1e-6
-    assert distance(weights, expected) <= 1e-5
+        assert_near((run(rig), rig.weights()), plain(subject, optimizer), weights=1e-5)
 
 
 @crossed(
     2,
     family=["llama", "gpt2", "longrope", "mamba2"],
     options=[
-        {"device": "emulated", "batch_on_device": False},
-        {"device": "emulated", "kept": "all"},
-        {"device": "emulated", "kept_there": "room", "home": "cpu"},
-        {"kept": "all", "home": "cpu"},
+        {"device": "emulated", "batch_on_device": False}, {"device": "emulated", "kept": "all"},
+        {"device": "emulated", "kept_there": "room", "home": "cpu"}, {"kept": "all", "home": "cpu"},
     ],
-)
+)  # fmt: skip
 def test_the_same_however_bytes_move(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for number, chosen in enumerate(({}, options)):
         with Rig(subject_of(family), tmp_path / str(number), **chosen) as rig:
             found.append((run(rig), rig.weights()))
-    (losses, weights), (others, moved) = found
-    assert losses == others
-    assert unequal(weights, moved) == []
+    assert_same(*found)
 
 
 def test_what_dora_makes_of_weights_alone_has_one_size(tmp_path: Path) -> None:
@@ -194,9 +187,7 @@ def test_what_dora_makes_of_weights_alone_has_one_size(tmp_path: Path) -> None:
         assert of_weights == {name for name in of_weights if "lora_" in name} != set()
         with Rig(subject, tmp_path / str(number), **options) as rig:
             found.append((run(rig), rig.weights()))
-    (losses, weights), (others, moved) = found
-    assert losses == others
-    assert unequal(weights, moved) == []
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("family", ["llama", "dynamic"])  # end to end and padded, both untied: others have one sweep
@@ -208,12 +199,8 @@ def test_sweeps_and_a_cut_vocabulary(family: str, vocabulary: int, tmp_path: Pat
         subject = subject_of(family, replace(SHAPE, vocabulary=vocabulary))
         with Rig(subject, tmp_path / str(sweeps), sweeps=sweeps, optimizer=KEY_BIASES) as rig:
             found.append((run(rig, sweeps=sweeps), rig.weights()))
-    theirs, expected = plain(subject_of(family), KEY_BIASES)
-    (losses, weights), (others, moved) = found
-    assert losses == others
-    assert unequal(weights, moved) == []
-    assert relative(losses, theirs) <= 1e-6
-    assert distance(weights, expected) <= 1e-5
+    assert_same(*found)
+    assert_near(found[0], plain(subject_of(family), KEY_BIASES), weights=1e-5)
 
 
 def test_sweeps_of_a_mixture(tmp_path: Path) -> None:
@@ -224,9 +211,7 @@ def test_sweeps_of_a_mixture(tmp_path: Path) -> None:
         subject.numerics = numerics_of(subject)
         with Rig(subject, tmp_path / str(sweeps), sweeps=sweeps) as rig:
             found.append((run(rig, sweeps=sweeps), rig.weights()))
-    (losses, weights), (others, moved) = found
-    assert losses == others
-    assert unequal(weights, moved) == []
+    assert_same(*found)
 
 
 def test_a_document_is_computed_in_a_length_of_few(tmp_path: Path) -> None:
@@ -234,10 +219,7 @@ def test_a_document_is_computed_in_a_length_of_few(tmp_path: Path) -> None:
     subject = subject_of("gemma3")
     subject.numerics = replace(subject.numerics, document_step=8)
     with Rig(subject, tmp_path) as rig:
-        losses, weights = run(rig), rig.weights()
-    theirs, expected = plain(subject, OPTIMIZER)
-    assert relative(losses, theirs) <= 1e-6
-    assert distance(weights, expected) <= 1e-5
+        assert_near((run(rig), rig.weights()), plain(subject, OPTIMIZER), weights=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ import torch
 import transformers
 from drawn import crossed, every
 from torch.autograd.graph import get_gradient_edge
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from fuyou_cli.core.errors import NumericsError, PlanError, UsageError
-from fuyou_cli.engine.executor import Executor, StepAbandoned
-from fuyou_cli.engine.vocabulary import is_plain
+from fuyou_cli.engine.cutting import is_plain
+from fuyou_cli.engine.executor import Executor
+from fuyou_cli.engine.loss import Head, pieces
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import StageKind
 
-from .comparing import distance, relative, unequal
-from .families import FAMILIES, gpt2, llama
-from .plain_torch import plain_run
-from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, add_named, assert_moves_as_planned
+from .comparing import assert_near, distance, relative, unequal
+from .families import FAMILIES, llama
+from .measuring import Seen
+from .plain_torch import assert_as_plain_torch
+from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, add_named, outcome
 
 STEPS = 20
 ROWS = 40  # of 97: pieces of 40, 40 and 17
@@ -65,12 +68,7 @@ def test_beside_plain_pytorch(name: str, clip: float | None, tmp_path: Path) -> 
     optimizer = SETTINGS.get(name, QUIET)
     subject = Subject(MODELS[name], Shape(vocabulary=ROWS, chunk=5))
     assert pieces_of(subject, "embedding") == pieces_of(subject, "head") == PIECES
-    with Rig(subject, tmp_path, clip=clip, optimizer=optimizer) as rig:
-        losses, weights = rig.run(STEPS), rig.weights()
-        assert rig.generations == {STEPS}
-    plain_losses, plain_weights = plain_run(subject, STEPS, clip=clip, optimizer=optimizer)
-    assert relative(losses, plain_losses) <= 1e-6
-    assert distance(weights, plain_weights) <= 1e-6
+    losses, weights = assert_as_plain_torch(subject, tmp_path, STEPS, clip=clip, optimizer=optimizer)
     moved = {n: float((value - subject.initial[n]).norm() / value.norm()) for n, value in weights.items()}
     assert {name: far for name, far in moved.items() if far <= 1e-2} == {}
     assert losses[-1] < losses[0] - 0.3
@@ -100,33 +98,6 @@ def test_gradients_are_as_good_as_those_of_a_whole_head(name: str, tmp_path: Pat
     errors = [distance(_first_gradients(s, tmp_path / str(i)), exact) for i, s in enumerate((whole, cut))]
     assert errors[0] <= 1e-6
     assert errors[1] <= max(1.5 * errors[0], 3e-7)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "all in RAM": dict(home="cpu"),
-    "gradients in RAM": dict(gradients="cpu"),
-    "lookahead 1": dict(lookahead=1),
-    "lookahead 4": dict(lookahead=4),
-    "emulated device": dict(device="emulated"),
-    "everything at once": dict(device="emulated", lookahead=4, directories=3, backend="threads", update_threads=2),
-}
-
-
-@pytest.fixture(scope="module", params=every(3, ["untied", "tied", "scaled, capped, tied", "dropout, tied"]))
-def subject(request: pytest.FixtureRequest) -> Subject:
-    return Subject(MODELS.get(request.param, gpt2(dropout=0.1)), Shape(vocabulary=ROWS, chunk=5))
-
-
-@CLIPS
-def test_bitwise_the_same_wherever_bytes_rest(clip: float | None, subject: Subject, tmp_path: Path) -> None:
-    with Rig(subject, tmp_path / "ssd", clip=clip) as rig:
-        expected, weights = rig.run(4), rig.weights()
-        assert not rig.padding().any()
-    ways = list(WAYS.items())[1 if clip else 0 :: 2]
-    for way, options in ways:
-        with Rig(subject, tmp_path / way.replace(" ", "-"), clip=clip, **options) as rig:
-            assert rig.run(4) == expected, way
-            assert unequal(rig.weights(), weights) == [], way
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -174,38 +145,15 @@ def test_the_fewest_slots_are_enough(
         assert unequal(rig.weights(), expected.weights) == []
 
 
-def test_mixed_by_budget(large: Subject, roomy: Callable[[float | None], Roomy], tmp_path: Path) -> None:
-    """Puts some tensors of some pieces in RAM, the others on the ssd; tied without clipping, untied with it."""
-    clip = None if large.spec.tied_head else 0.5
-    with Rig(large, tmp_path / "ssd", clip=clip) as rig:
-        low = rig.plan.predicted.cpu_peak
-    with Rig(large, tmp_path / "cpu", home="cpu", clip=clip) as rig:
-        high = rig.plan.predicted.cpu_peak
-    mixed = 0
-    for share in (0.2, 0.4, 0.6, 0.8):
-        with Rig(large, tmp_path / str(share), home=None, clip=clip, budget=int(low + share * (high - low))) as rig:
-            pieces = [p for p, s in zip(rig.plan.stages, large.spec.stages, strict=True) if s.vocabulary and s.params]
-            resting = {p.gradients_extent is None for p in pieces}
-            mixed += len({p.weights for p in pieces}) == 2 or len({p.states for p in pieces}) == 2 or len(resting) == 2
-            assert rig.run(3) == roomy(clip).losses
-            assert unequal(rig.weights(), roomy(clip).weights) == []
-    assert mixed
-
-
 def test_in_one_piece_and_in_many(tmp_path: Path) -> None:
     """Changes the order of additions by the number of pieces, and nothing else."""
     outcomes = []
-    for rows in (VOCABULARY_AND_MORE, 33, 1 + 97 // 20):
+    for rows, count in ((100, 1), (33, 3), (1 + 97 // 20, 20)):
         subject = Subject(MODELS["tied"], Shape(vocabulary=rows))
         with Rig(subject, tmp_path / str(rows), optimizer=QUIET) as rig:
-            outcomes.append((len(pieces_of(subject, "head")), rig.run(5), rig.weights()))
-    assert [count for count, _, _ in outcomes] == [1, 3, 20]
-    for _, losses, weights in outcomes[1:]:
-        assert relative(losses, outcomes[0][1]) <= 1e-6
-        assert distance(weights, outcomes[0][2]) <= 1e-6
-
-
-VOCABULARY_AND_MORE = 100
+            outcomes.append((rig.run(5), rig.weights()))
+        assert len(pieces_of(subject, "head")) == count
+        assert_near(outcomes[-1], outcomes[0])
 
 
 @pytest.mark.parametrize(("clip", "accumulate"), every(2, [(0.5, "float32"), (None, "bfloat16")]))
@@ -274,22 +222,6 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("clip", "dtype", "tied"),
-    every(2, [(0.5, "float32", False), (0.5, "bfloat16", True), (None, "float32", True), (None, "bfloat16", False)]),
-)
-def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, dtype: Any, tied: bool, tmp_path: Path) -> None:
-    """Shares slots of pieces of 700, 700 and 600 rows with the blocks; compares four steps with three."""
-    config = llama(vocab_size=2000, hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
-    subject = Subject(config, Shape(dtype=dtype, accumulate="float32", batch=2, micro=2, vocabulary=700))
-    plan, updated = assert_moves_as_planned(subject, tmp_path, clip=clip, lookahead=1)
-    predicted = plan.predicted
-    assert updated == subject.spec.stored_parameters
-    two_users = sum(stage.params for stage in subject.spec.stages if stage.kind == "embedding") if tied else 0
-    resting = subject.spec.stored_parameters if clip else 0
-    assert predicted.read_by["gradients"] == predicted.written_by["gradients"] == 4 * (two_users + resting)
-
-
 def test_slots_are_those_of_a_piece(tmp_path: Path) -> None:
     """Cuts a vocabulary of eight times a block: whole, every slot is as large."""
     config = llama(vocab_size=8000, hidden_size=256, intermediate_size=256, tie_word_embeddings=True)
@@ -304,54 +236,6 @@ def test_slots_are_those_of_a_piece(tmp_path: Path) -> None:
 
 # ---- giving up -------------------------------------------------------------------------------------------------------
 
-ToGiveUp = Callable[[str, Any], tuple[Subject, list[float], dict[str, torch.Tensor]]]
-
-
-@pytest.fixture(scope="module")
-def to_give_up(tmp_path_factory: pytest.TempPathFactory) -> ToGiveUp:
-    """Gives to_give_up(name, device): a subject, and the losses and weights of its three steps where none is given up."""
-
-    @cache
-    def made(name: str, device: Any) -> tuple[Subject, list[float], dict[str, torch.Tensor]]:
-        subject = Subject(MODELS[name], Shape(vocabulary=ROWS, chunk=5))
-        with Rig(subject, tmp_path_factory.mktemp("whole"), device=device) as rig:
-            return subject, rig.run(3), rig.weights()
-
-    return made
-
-
-@pytest.mark.parametrize(("device", "name"), [("cpu", "tied"), ("emulated", "untied")])
-@pytest.mark.parametrize("phase", ["forward", "logits", "head", "backward"])
-def test_a_step_given_up_in_any_pass_can_be_done_again(
-    phase: str, device: Any, name: str, to_give_up: ToGiveUp, tmp_path: Path
-) -> None:
-    """Clips, so that nothing of it has been applied before its end."""
-    subject, expected, weights = to_give_up(name, device)
-    with Rig(subject, tmp_path, device=device) as rig:
-        batches = list(subject.batches(3))
-        rig.step(*batches[0], 1)
-        middle = pieces_of(subject, "head")[1]
-
-        def give_up() -> None:
-            visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
-            rows = subject.spec.stages[visit.stage].vocabulary
-            if visit.phase == phase and rows == middle:
-                raise StepAbandoned
-
-        rig.executor.between_micro_batches = give_up
-        assert rig.executor.may_abandon()
-        for _ in range(4):  # more often than there are spans that could be lost
-            with pytest.raises(StepAbandoned):
-                rig.step(*batches[1], 2)
-            rig.executor.abandon()
-            rig.executor.drain()
-        rig.executor.between_micro_batches = lambda: None
-        for number in (2, 3):
-            rig.step(*batches[number - 1], number, last=number == 3)
-        rig.executor.drain()
-        assert rig.losses == expected
-        assert unequal(rig.weights(), weights) == []
-
 
 @crossed(2, name=["untied", "tied"], phase=["forward", "logits", "head", "backward"])
 def test_unclipped_a_step_can_be_given_up_until_its_first_update(phase: str, name: str, tmp_path: Path) -> None:
@@ -361,7 +245,7 @@ def test_unclipped_a_step_can_be_given_up_until_its_first_update(phase: str, nam
         seen: dict[str, bool] = {}
 
         def look() -> None:
-            seen[rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor].phase] = rig.executor.may_abandon()
+            seen[rig.visit.phase] = rig.executor.may_abandon()
 
         rig.executor.between_micro_batches = look
         rig.run(1)
@@ -377,3 +261,55 @@ def test_values_that_are_not_finite_are_named(clip: float | None, tmp_path: Path
         rig.put_weights(poisoned)
         with pytest.raises(NumericsError, match=r"^step 1: the loss \(head\[\d+:\d+\]\) is nan$"):
             rig.run(2)
+
+
+# ---- a head in pieces ----------------------------------------------------------------------------------------------
+
+
+HEADS: dict[str, PreTrainedConfig] = {
+    "untied": llama(),
+    "tied": llama(tie_word_embeddings=True),
+    "tied, logits capped": FAMILIES["gemma2"],
+}
+
+
+def batched(func: Any, args: Any) -> tuple[int, ...] | None:
+    """Returns the shape that a batched product multiplies by."""
+    return tuple(args[1].shape) if func is torch.ops.aten.bmm.default else None
+
+
+@pytest.mark.parametrize(("head", "chunk"), every(2, product(HEADS, [5, 16, 20])))
+def test_in_pieces(head: str, chunk: int, tmp_path: Path) -> None:
+    """Cuts each row unevenly by 5 tokens, takes one row with 16, and leaves a rest with 20; a micro-batch has 32."""
+    whole, cut = (Subject(HEADS[head], Shape(chunk=size)) for size in (0, chunk))
+    assert_near(outcome(cut, tmp_path / "cut", 3), outcome(whole, tmp_path / "whole", 3))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [0, 1, 3, 7, 8, 15, 16, 17, 100])
+def test_every_token_is_in_one_piece(rows: int, chunk: int) -> None:
+    tokens = 8
+    seen = [
+        (row, token)
+        for row_cut, token_cut in pieces(rows, tokens, chunk)
+        for row in range(rows)[row_cut]
+        for token in range(tokens)[token_cut]
+    ]
+    assert sorted(seen) == [(row, token) for row in range(rows) for token in range(tokens)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 20])
+def test_no_piece_is_larger_than_asked(chunk: int) -> None:
+    for rows, tokens in pieces(4, 8, chunk):
+        assert len(range(4)[rows]) * len(range(8)[tokens]) <= chunk
+
+
+def test_pieces_are_one_product_with_weights_that_have_no_gradient() -> None:
+    """Torch copies bfloat16 weights that need no gradient for each row of a piece whose strides are not regular."""
+    model: Any = AutoModelForCausalLM.from_config(llama()).requires_grad_(False)
+    hidden, head = torch.randn(3, 20, model.config.hidden_size), Head(model)
+    whole = model.lm_head(hidden)
+    with head.stubbed(), Seen(batched) as products:
+        for cut in pieces(3, 20, 7):
+            assert torch.allclose(head.logits(hidden[cut]), whole[cut], atol=1e-6)
+    assert products.found == []

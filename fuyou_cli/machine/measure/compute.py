@@ -89,7 +89,7 @@ def small_stage(kind: RatedKind, width: int, dtype: Dtype, tokens: int, device: 
         num_hidden_layers=1,
         vocab_size=HEAD_ROWS,
     )
-    anatomy = dissect(build(config, dtype="bfloat16", attention="sdpa"))
+    anatomy = dissect(build(config, dtype=dtype, attention="sdpa"))
     rows, length = shape_of(tokens)
     numerics = Numerics(
         compute_dtype=dtype, accumulate_dtype="float32", batch_size=rows, micro_batch_size=rows, max_seq_len=length,

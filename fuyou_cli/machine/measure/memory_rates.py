@@ -155,7 +155,7 @@ def measure_memory(*, repeats: int) -> Findings:
     """
     import torch
 
-    from fuyou_cli.engine.host_memory import whole_batch
+    from fuyou_cli.engine.context import whole_batch
 
     source, there = torch.ones(HOST_COPIED, dtype=torch.uint8), torch.ones(HOST_COPIED, dtype=torch.uint8)
     note = f"{HOST_COPIED >> 20} MiB, {torch.get_num_threads()} threads"

@@ -24,8 +24,8 @@ from ...core.errors import DamagedStateError, OutOfSpaceError, UnreadableError, 
 from ...core.paths import open_own
 from ...core.process import SILENT, Patience
 from ...core.units import align_up
+from ...engine.context import PAGE
 from ...engine.devices.base import Device
-from ...engine.host_memory import PAGE
 from ...planner.ledgers import Residency
 from ...spec.plan import Span
 from ...swap.store import Store

@@ -17,10 +17,9 @@ from ...checkpoint.header import TensorEntry
 from ...checkpoint.quantised_files import reads_parts
 from ...checkpoint.reader import TensorReader
 from ...core.errors import SwapError, UsageError
-from ...engine.device_states import MODULUS, DeviceStates, Extents
-from ...engine.host_memory import HostMemory
+from ...engine.context import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
-from ...engine.updates import Sums
+from ...engine.updates import MODULUS, DeviceStates, Extents, Sums
 from ...planner.ledgers import Record
 from ...spec.model import ITEM_SIZE, MOMENTS, Dtype, ModelSpec, StageSpec
 from ...spec.packed_tensors import PackedTensor
