@@ -44,7 +44,9 @@ from engine.rig import HARDWARE, Rig, Shape, Subject
 from proof.paced import Clockwork, PacedCopies, PacedDaemon, RandomDelays, RealTime
 from proof.verdicts import Progress, Row, at_least, at_most, conclude, holds, plain_parser, spread
 
+from fuyou_cli.engine import head, passes
 from fuyou_cli.engine.devices.base import PIECE
+from fuyou_cli.engine.visits import backpropagate
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.boundary_layout import kept_bytes
@@ -152,20 +154,21 @@ class Paced:
             return self.plan
 
         self.device = EmulatedDevice(pace=PacedCopies(lambda: self.clock), piece=piece)
-        with Rig(
+        rig = Rig(
             self.subject, self.folder, device="cuda", opened=self.device, hardware=self.hardware, planning=planned,
             through=self._daemon, **options,
-        ) as rig:  # fmt: skip
-            self._takes_its_time(rig)
+        )  # fmt: skip
+        with rig, self._takes_its_time(rig):
             yield rig
 
     def _daemon(self, daemon: SwapDaemon) -> PacedDaemon:
         return PacedDaemon(daemon, self.clock, self.model, self.plan, self.costs)
 
-    def _takes_its_time(self, rig: Rig) -> None:
-        """Makes each micro-batch take its share of the planned time of its visit."""
+    @contextmanager
+    def _takes_its_time(self, rig: Rig) -> Iterator[None]:
+        """Makes each micro-batch take its share of the planned time of its visit, inside the context."""
         executor, visits = rig.executor, rig.executor.visits
-        differentiate, update = visits.differentiate, visits.states.update
+        update = visits.states.update
 
         def takes() -> None:
             visit = executor.visits.schedule.visits[executor.visits.lookahead.cursor]
@@ -181,7 +184,7 @@ class Paced:
             return computed
 
         def backward(*given: Any) -> None:
-            differentiate(*given)
+            backpropagate(*given)
             takes()
 
         def updated(record: Record, **how: Any) -> int:
@@ -191,7 +194,12 @@ class Paced:
 
         for activations in executor.activations:
             activations.forward = timed(activations.forward)  # type: ignore[method-assign]
-        visits.differentiate, visits.states.update = backward, updated  # type: ignore[method-assign, assignment]
+        visits.states.update = updated  # type: ignore[method-assign, assignment]
+        passes.backpropagate = head.backpropagate = backward
+        try:
+            yield
+        finally:
+            passes.backpropagate = head.backpropagate = backpropagate
 
     def measure(self, steps: int, **options: Any) -> list[float]:
         """Returns the seconds of `steps` steps after two uncounted ones, each from the end of the step before to its own."""

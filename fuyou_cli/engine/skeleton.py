@@ -190,17 +190,3 @@ def _supports_sdpa(config: PreTrainedConfig) -> bool:
         return False
     model_class = auto_class(config)._model_mapping.get(type(config), None)
     return model_class is None or bool(getattr(model_class, "_supports_sdpa", True))
-
-
-# ---- the processor -------------------------------------------------------------------------------------------------
-# Tells what the processor computes fast.
-
-
-def has_fast_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 matrices by kernels of their own on this processor."""
-    import torch
-
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):  # a build without oneDNN, of which nothing is known
-        return True

@@ -16,7 +16,7 @@ from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.paths import scratch_folder
 from fuyou_cli.core.units import MiB, gb, gib
-from fuyou_cli.engine.skeleton import has_fast_bfloat16
+from fuyou_cli.engine.processor import has_fast_bfloat16
 
 from . import drives
 

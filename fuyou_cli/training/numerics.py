@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
-from ..engine.skeleton import has_fast_bfloat16
+from ..engine.processor import has_fast_bfloat16
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelFacts
 from ..spec.plan import Numerics

@@ -129,10 +129,9 @@ def test_what_is_kept_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     def kept(rates: list[float], most: int) -> HardwareProfile:
         drive(rates, most=most)
-        monkeypatch.setattr(bench.disk, "striped_space", lambda *places: free_for(12))
-        monkeypatch.setattr(bench, "_drives_of", lambda places: 1)
         report = BenchReport(profile=profile, rates=(), notes=(), quick=True, seconds=1.0, written_bytes=0)
-        return keep(bench._with_sustained(report, (tmp_path,), lambda _: None).profile, tmp_path, say=print)
+        found = measured(tmp_path, free=free_for(12), count=1)
+        return keep(report.with_found(found).profile, tmp_path, say=print)
 
     nothing = kept([6.9] * 12, most=100)
     assert (nothing.sustained_write, nothing.steady_bytes, nothing.slows_down) == (0.0, 0, False)

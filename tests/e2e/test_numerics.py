@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.engine.skeleton import has_fast_bfloat16
+from fuyou_cli.engine.processor import has_fast_bfloat16
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
