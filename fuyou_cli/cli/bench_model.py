@@ -167,8 +167,8 @@ class _Bench:
         """Plans the whole model, and measures both samples of it."""
         write_status(f"batch size {batch_size}")
         whole = json.loads(_fuyou("plan", self._recipe(self._text.num_hidden_layers, batch_size), "--json"))
-        if whole["refusal"] or whole["problems"]:
-            raise PlanError(f"batch size {batch_size}: {whole['refusal'] or whole['problems'][0]}")
+        if reason := whole.get("refusal") or next(iter(whole["problems"]), ""):  # without a plan there is no word of a refusal
+            raise PlanError(f"batch size {batch_size}: {reason}")
         plan, homes = whole["plan"], homes_of(whole["plan"]["stages"])
         micro_batch_size, blocks, samples = plan["numerics"]["micro_batch_size"], self._text.num_hidden_layers, {}
         for number in sorted({min(number, blocks) for number in SAMPLES}):

@@ -17,6 +17,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.training.length import counted_evaluation
 
 from .console import result_console, status_console, write_json, write_status
+from .error_screen import like_ctrl_c
 from .render.plan_screen import plan_json, show_plan
 from .render.progress import TransferDisplay
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
 
+@like_ctrl_c()  # so that a process that tokenises ends too
 def run_plan(
     loaded: LoadedRecipe,
     *,

@@ -24,6 +24,7 @@ from .console import (
     write_result,
     write_status,
 )
+from .error_screen import like_ctrl_c
 
 
 def loaded_with_notes(recipe: str | None, overrides: Sequence[str]) -> LoadedRecipe:
@@ -139,6 +140,7 @@ def run_cp(name: str, target: Path) -> None:
 # ---- data ---------------------------------------------------------------------------------------------------------------
 
 
+@like_ctrl_c()  # so that the process that tokenises ends too
 def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
     """Shows counts, lengths and the first `number` rows of training, made as a run makes them."""
     from fuyou_cli.training.shown_data import preview

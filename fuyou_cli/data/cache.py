@@ -231,11 +231,12 @@ class WorkerProcess(subprocess.Popen[str]):
         """Returns the reply to a line. Calls `meanwhile` less and less often until it is there. Raises the reply's error with
         the same text, or that of a process that has ended. `at`: the file that says what it was doing."""
         assert self.stdin is not None and self.stdout is not None
-        words, seconds = "", _TOLD_AFTER
+        words, seconds, ready = "", _TOLD_AFTER, select.poll()  # any number of open files: `select` takes 1,024
+        ready.register(self.stdout, select.POLLIN | select.POLLHUP)
         try:
             self.stdin.write(line)
             self.stdin.flush()
-            while not select.select([self.stdout], [], [], seconds)[0]:
+            while not ready.poll(1000 * seconds):
                 meanwhile()
                 seconds = min(2 * seconds, _TOLD_EVERY)
             words = self.stdout.readline()

@@ -265,6 +265,8 @@ class _Worker:
             lives = self._process is not None and self._process.poll() is None  # it has told what is wrong, as with the network
             if isinstance(error, UsageError | OutOfSpaceError) or self._has_ended or lives:
                 raise
+            if self._process is not None:
+                self._process.end()
             self._process = None  # it was ended, as by the kernel where memory is short: another one makes the same part
             return self._answered(asked, folder)
 

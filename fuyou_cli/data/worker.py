@@ -342,7 +342,7 @@ def read_next(folder: Path) -> tuple[Position | None, dict[str, str]]:
     try:
         goes_on = read_object(folder / NEXT, limit=1 << 20)
         begin = goes_on["begin"]
-        return None if begin is None else from_json(Position, begin), dict(goes_on["formats"])
+        return None if begin is None else from_json(Position, begin), from_json(dict[str, str], goes_on["formats"])
     except (UsageError, OSError, LookupError, TypeError, ValueError) as error:
         raise damaged(folder, error) from error
 
@@ -472,7 +472,7 @@ def _answered(work: Callable[[], Reply | None], tell: Callable[[str], object]) -
         reply = _refusal(DataSpaceError("the machine ran out of memory", hint="lower dataset.num_workers"))
     except OSError as error:
         refused = unusable(f"the data cannot be read: {reason(error)}", error)
-        reply = _refusal(DataSpaceError(refused.message) if error.errno in FULL else refused)
+        reply = _refusal(DataSpaceError(refused.message, hint=refused.hint) if error.errno in FULL else refused)
     except BaseException as error:
         tell(reason(error))
         raise

@@ -103,8 +103,7 @@ def search(
     """Finds the best candidate and those that lost. Raises PlanError if nothing fits. `candidates`: a part of the family, to
     look at nothing else."""
     knobs = candidates or family(model, request)
-    if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
-        knobs = replace(knobs, activations=(0.0,), swap=knobs.swap[:1], fewer=())
+    knobs = _cautious(knobs, hardware)
     # Plans without room on disk or device come second; the caller, who knows what is there already, refuses them with a clear
     # error.
     for with_room in (True, False):
@@ -112,6 +111,11 @@ def search(
             if (found := _Search(model, hardware, request, knobs, with_room).run()) is not None:
                 return found
     raise too_small(model, hardware, request)
+
+
+def _cautious(knobs: Family, hardware: HardwareProfile) -> Family:
+    """Rates that are guesses may be far off, so they cannot justify writing more to a drive."""
+    return replace(knobs, activations=(0.0,), swap=knobs.swap[:1], fewer=()) if hardware.measured == "assumed" else knobs
 
 
 class _Search:
@@ -126,6 +130,7 @@ class _Search:
         self.free_pages = (True, False) if request.device == "cpu" and not request.free_pages else (False,)
         self.here: Alternative | None = None  # where the descent is
         self.placed = self.visits = 0
+        self._is_bounded = True  # not while nothing was found that fits
         self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
         self._placings: dict[tuple[int, bool, bool], Placing] = {}  # by sweeps, `norm_first` and `free_pages`
         self._candidates: dict[Candidate, Placed | None] = {}
@@ -158,6 +163,8 @@ class _Search:
     def _starts(self) -> Iterator[list[Candidate]]:
         """Yields candidates that differ much, then those that take less and less memory: in one sweep, else in the fewest."""
         for count in self.sweeps:
+            if self._place(replace(self.knobs.bare(self.knobs.pipelines[0]), sweeps=count)) is None:
+                continue  # nothing takes less
             corners = product(self.knobs.corners(), self.free_pages)
             yield [replace(corner, sweeps=count, free_pages=free) for corner, free in corners]
             for pipeline in reversed(self.knobs.pipelines):
@@ -166,11 +173,12 @@ class _Search:
     def _descend_from(self, starts: Iterable[list[Candidate]], rival: Alternative | None = None) -> Alternative | None:
         """Returns the best that a descent comes to from the first starts that fit, if any does. `rival`: a start that is far
         worse is not taken."""
-        self.here = None
+        self.here, self._is_bounded = None, rival is not None
         for start in starts:
             self._try(start, tries=_TRIES + 1, rival=rival)
             if self.here is not None:
                 break
+        self._is_bounded = True
         while self.here is not None:
             before = self.here
             for moves in (self._one_knob, self._two_knobs):
@@ -182,7 +190,8 @@ class _Search:
     def _measuring_first(self, best: Alternative) -> Alternative:
         """Returns the best plan that measures the norm first, if it is better than this one. RAM is filled anew for it, and
         with one slot for gradients no update would run beside the next visit."""
-        self.knobs = knobs = replace(family(self.model, replace(self.request, norm_first=True)), pipelines=self.knobs.pipelines)
+        measuring = _cautious(family(self.model, replace(self.request, norm_first=True)), self.hardware)
+        self.knobs = knobs = replace(measuring, pipelines=self.knobs.pipelines)
         self.sweeps = (1,)
         first = replace(
             best.candidate, norm_first=True, sweeps=1, defer=False, activations=knobs.activations[0], swap=knobs.swap[0],
@@ -287,13 +296,15 @@ class _Search:
             placed = self._place(candidate)
             if placed is not None and placed not in self._simulated and placed not in found and self._has_room(placed):
                 found[placed] = candidate
-        expected = {placed: self._expected(placed, candidate) for placed, candidate in found.items()}
-        for placed in sorted(found, key=lambda placed: (expected[placed], found[placed]))[:tries]:
+        seconds = {placed: self._expected(placed, candidate) for placed, candidate in found.items()}
+        cost = {placed: self._cost(seconds[placed], placed.plan.predicted.written_per_step) for placed in found}
+        for placed in sorted(found, key=lambda placed: (cost[placed], found[placed]))[:tries]:
             beside = self.here or rival
             if beside is not None:
-                cost = self._cost(beside.seconds, beside.written)
                 written = placed.plan.predicted.written_per_step
-                if expected[placed] > _FAR * cost or self._cost(placed.bound, written) > cost:
+                at_least, best = self._costs((placed.bound, written), (beside.seconds, beside.written))
+                likely = at_least / placed.bound * seconds[placed] if placed.bound else 0.0
+                if likely > _FAR * best or at_least > best:
                     continue
             tried = self._simulate(placed, found[placed])
             if tried is not None and (self.here is None or self._is_better(tried, self.here)):
@@ -303,15 +314,20 @@ class _Search:
 
     def _is_better(self, one: Alternative, other: Alternative) -> bool:
         """Whether a plan is better than another by so much that it counts."""
-        if self.request.wear == "ignore":
-            return one.seconds < other.seconds * (1 - GAIN)
-        least = max(self._floor, min(one.written, other.written))
-        costs = [each.seconds * (1 + 2 * WORTH * (1 - least / max(least, each.written))) for each in (one, other)]
+        costs = self._costs((one.seconds, one.written), (other.seconds, other.written))
         return costs[0] < costs[1] * (1 - GAIN)
 
+    def _costs(self, one: tuple[float, int], other: tuple[float, int]) -> tuple[float, float]:
+        """Returns what two steps cost beside each other, by their seconds and the bytes that they write."""
+        if self.request.wear == "ignore":
+            return one[0], other[0]
+        least = max(self._floor, min(one[1], other[1]))
+        first, second = (seconds * (1 + 2 * WORTH * (1 - least / max(least, written))) for seconds, written in (one, other))
+        return first, second
+
     def _cost(self, seconds: float, written: int) -> float:
-        """Returns about what `_is_better` compares, for one plan alone: a percent of the bytes is worth a tenth of one of the
-        step."""
+        """Returns about what `_is_better` compares, for one plan alone, to put many in order: a percent of the bytes is worth a
+        tenth of one of the step."""
         return seconds if self.request.wear == "ignore" else seconds * max(written, self._floor) ** (2 * WORTH)
 
     def _expected(self, placed: Placed, candidate: Candidate) -> float:
@@ -320,7 +336,7 @@ class _Search:
         place = pairs.index((candidate.lookahead, candidate.gradient_slots))
         known = [self._longer[pair] for pair in (*pairs[place:], *reversed(pairs[:place])) if pair in self._longer]
         longer = sum(known[0]) / len(known[0]) if known else 1.0
-        return self._cost(max(placed.bound, placed.estimate * longer), placed.plan.predicted.written_per_step)
+        return max(placed.bound, placed.estimate * longer)
 
     # ---- work ------------------------------------------------------------------------------------------------------------
 
@@ -335,7 +351,7 @@ class _Search:
         if candidate in self._candidates:
             return self._candidates[candidate]
         stages = len(self.model.stages)
-        if self.placed + stages > self._most_placed:
+        if self._is_bounded and self.placed + stages > self._most_placed:
             return None
         placed = self._candidates[candidate] = self._placing(candidate).placed(candidate)
         is_new = placed is not None and placed not in self._plans
@@ -352,7 +368,8 @@ class _Search:
         if placed in self._simulated:
             return self._simulated[placed]
         visits = STEPS * len(placed.schedule.visits)
-        if self.visits + visits > self._most_visits and len(self._simulated) >= _LEAST:
+        allowed = _LEAST if visits <= MOST_VISITS else 1  # of a step of many sweeps one may take seconds
+        if self.visits + visits > self._most_visits and len(self._simulated) >= allowed:
             return None
         self.visits += visits
         costs = self._placing(candidate).costs

@@ -167,7 +167,7 @@ class SavedAdapter:
     def targets(self) -> dict[str, str | list[str]]:
         """Returns its own target_modules by the recipe's key; empty where it does not say."""
         targets = self.target_modules
-        return {} if not targets else {"target_modules": targets if isinstance(targets, str) else sorted(targets)}
+        return {} if targets is None else {"target_modules": targets if isinstance(targets, str) else sorted(targets)}
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def tensors_of(start: SavedAdapter, model: PreTrainedModel) -> dict[str, TensorE
         if p.requires_grad
         for part, shape, *_ in parts.get(name) or ((name, tuple(p.shape)),)
     }
-    targets = _to_write(start.targets, start.folder) if start.targets else ""
+    targets = _to_write(start.targets, start.folder) if start.targets.get("target_modules") else ""
     if missing := [name for name in trained if name not in found]:
         what = f"adapter.from: {weights} lacks {name_list(missing)}, which the recipe trains"
         raise UsageError(what, hint=targets or "leave these layers out of adapter.target_modules")

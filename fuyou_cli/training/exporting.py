@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 from zlib import crc32
@@ -93,6 +94,18 @@ class _Summed:
     last: int = 0
 
 
+def _check_complete(name: str, parts: list[StoredTensor]) -> None:
+    """Raises UsageError unless the parts follow one another and make up the whole tensor. A part twice in place of another would
+    have the right length."""
+    end = 0
+    for part in parts:
+        if part.first != end or part.shape != parts[0].shape:
+            raise UsageError(f"the store's parts of {name} do not fit together", hint="its manifest is damaged")
+        end += part.count
+    if end != prod(parts[0].shape):
+        raise UsageError(f"the store holds {end} elements of {name}, not all", hint="its manifest is damaged")
+
+
 class StoreWeights:
     """Reads the weights that a manifest names, as bytes of `dtype`, under the names in the checkpoint they came from. `own`: of
     frozen ones, what they were before they were rounded; None: as they were computed with."""
@@ -105,6 +118,8 @@ class StoreWeights:
         for stage in store.manifest.stages:
             for tensor in stage.tensors:
                 self._places.setdefault(tensor.stored_as, []).append((stage, tensor))
+        for name, places in self._places.items():
+            _check_complete(name, [tensor for _, tensor in places])
 
     def model_name(self, tensor: OutTensor) -> str:
         """Returns the model's name of a tensor."""
