@@ -95,8 +95,8 @@ class _Summed:
 
 
 def _check_complete(name: str, parts: list[StoredTensor]) -> None:
-    """Raises UsageError unless the parts follow one another and make up the whole tensor. A part twice in place of another would
-    have the right length."""
+    """Raises UsageError unless the parts follow one another and make up the whole tensor. A part twice, in place of another,
+    would have the right length."""
     end = 0
     for part in parts:
         if part.first != end or part.shape != parts[0].shape:
