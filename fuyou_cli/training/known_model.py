@@ -21,6 +21,7 @@ from ..checkpoint.names import is_in
 from ..core.errors import UsageError
 from ..core.json_files import find_text, from_json, object_in
 from ..core.paths import kept_folder, machine_id, read_plain, write_own
+from ..core.probe import hidden_by_proc
 from ..spec.model import InPlace, ModelFacts, ModelSpec, OperatorSpec, StageSpec, TensorSpec
 from .adapting import adapt
 from .numerics import positions_of
@@ -143,8 +144,9 @@ def warm_up(recipe: Recipe) -> None:
     try:
         y = torch.nn.functional.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
         torch.nn.functional.silu(y).float().sum().backward()
-    except RuntimeError:  # a processor that torch does not know where /proc is hidden: a plan computes nothing
-        return
+    except RuntimeError:
+        if not hidden_by_proc():  # where it is hidden torch may not know the processor: a plan computes nothing
+            raise
 
 
 def _shared(model: ModelSpec) -> ModelSpec:
