@@ -40,11 +40,11 @@ PLANNER = (
         "planner/test_costs.py planner/test_compared.py",
     ),
     Mutation("return max(tile, rows + tile // 2) / rows if rows else 1.0", "return 1.0", "planner/test_costs.py"),
-    Mutation("return turn + 1 if self.is_named(generation) else turn", "return turn + 1", "planner/test_ledgers.py"),
+    Mutation("return turn + 1 if self.is_named(generation) else turn", "return turn + 1", "planner/test_commit_interval.py"),
     Mutation(
         "return generation == self.base or self.is_written(generation)",
         "return self.is_written(generation)",
-        "planner/test_ledgers.py",
+        "planner/test_commit_interval.py",
     ),
     Mutation(
         "if self._reached[generation] < self._owners:",
@@ -64,7 +64,7 @@ PLANNER = (
     Mutation(
         "boundaries = [shared.boundary_size(index, kept) for",
         "boundaries = [shared.boundary_size(index, kept) // 2 for",
-        "planner/test_place.py planner/test_boundary_layout.py",
+        "planner/test_place.py planner/test_memory.py",
     ),
     Mutation(
         "included = piece / (rated or self.numerics.tokens)",

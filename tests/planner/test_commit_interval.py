@@ -1,4 +1,5 @@
-"""Tests commits of what rests in RAM: as often as they take little of the time and of what is written, and no oftener."""
+"""Tests commits of what rests in RAM: as often as they take little of the time and of what is written, and no oftener; and
+places of the store that take turns: nothing is written over that a crash would go back to."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from fuyou_cli.planner.commit_interval import (
     sooner,
     timed_plan,
 )
+from fuyou_cli.planner.ledgers import CommitLedger
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Plan, Tier
+from fuyou_cli.spec.plan import ExtentPair, Plan, Tier
 from fuyou_cli.training.length import RunLimits, saved_where_it_stops, steps_within_writes, written_by_step
 
 from .models import HARDWARE, models, request_for
@@ -176,3 +178,22 @@ def test_a_run_stops_before_the_step_that_would_write_too_much(
     assert step - done == steps_within_writes(plan, room, done=done)
     is_saved = every is not None and step % every == 0
     assert step == done or total + saved * (not is_saved) <= room
+
+
+# ---- places that take turns ------------------------------------------------------------------------------------------
+
+
+def test_two_places_take_turns() -> None:
+    pair = ExtentPair(offset=8, size=4)
+    assert [pair.place(turn) for turn in range(5)] == [8, 12, 8, 12, 8]
+
+
+def test_between_commits_updates_are_in_place() -> None:
+    ledger = CommitLedger(every=3, base=4)
+    turns = [0]
+    for generation in range(4, 12):
+        turns.append(ledger.next_turn(turns[-1], generation))
+    assert turns == [0, 1, 1, 2, 2, 2, 3, 3, 3]  # 4 is the base, 6 and 9 are committed
+    assert [ledger.is_written(generation) for generation in (5, 6, 7, 9)] == [False, True, False, True]
+    ends = CommitLedger(every=None, base=0)
+    assert [ends.next_turn(1, generation) for generation in (0, 1, 50)] == [2, 1, 1] and not ends.is_written(50)
