@@ -283,8 +283,9 @@ def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     bank, each = _bank_of(module), chosen.shape[-1]
     with torch.no_grad():
         route = (Route if bank.routes is None else bank.routes).of(chosen, bank.experts)
-    x = _rows(hidden, route.order, route.back, each)
-    y = outputs(module, bank, x, _rows(weights.reshape(-1, 1), route.order, route.back), route)
+    shares = _rows(weights.reshape(-1, 1), route.order, route.back)
+    # The sorted rows have no name here: they end with the first product, not with the last one.
+    y = outputs(module, bank, _rows(hidden, route.order, route.back, each), shares, route)
     y = _rows(y, route.back, route.order).view(*chosen.shape, -1)
     return y.sum(1).to(hidden.dtype)
 

@@ -120,6 +120,16 @@ def test_beside_plain_torch(family: str, tmp_path: Path) -> None:
     assert not unmoved or ("top 1" in family and all(".router." in name for name in unmoved))
 
 
+def test_sorted_rows_end_with_the_first_product() -> None:
+    """Where experts are narrow, sorted rows as wide as the model are the most that a block holds: those that the first product
+    read are not beside the outputs of the last one."""
+    shape = Shape(dtype="bfloat16", tokens=64)
+    config = _config("Qwen3MoeConfig", GATED, num_experts=8, num_experts_per_tok=8, moe_intermediate_size=4, head_dim=8)
+    block = next(stage for stage in Subject(config, shape).spec.stages if stage.kind == "block")
+    rows = shape.micro * shape.tokens * 8 * config.hidden_size * 2  # bytes
+    assert block.forward_peak < 6 * rows  # with them 7.4
+
+
 # ---- where tokens are sent -----------------------------------------------------------------------------------------------
 
 
