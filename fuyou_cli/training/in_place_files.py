@@ -69,23 +69,22 @@ def files_in_place(
 
 
 def places_of(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
-    """Finds the model's tensors in its files. While the model is not built, for a plan, files that were looked at before count
-    as the same by their names, sizes and times of change. Raises UsageError if they do not hold what the model needs."""
-    from ..checkpoint.files import open_checkpoint
-
+    """Finds the model's tensors in its files. For a plan, files that were looked at before count as the same by their names,
+    sizes and times of change. Raises UsageError if they do not hold what the model needs."""
     statuses = [(file.name, file.stat()) for file in sorted(model_dir.glob("*.safetensors*"))]
     about = (str(model_dir.absolute()), [(name, status.st_size, status.st_mtime_ns) for name, status in statuses])
-    kept = None if known.is_built else known.descriptions.find(Places, *about)
-    if kept is not None:
-        return kept
+    return known.once(Places, lambda: _found(recipe, known, model_dir), *about, of_files=True)
+
+
+def _found(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
+    from ..checkpoint.files import open_checkpoint
+
     checkpoint = open_checkpoint(model_dir)  # before the model is built: its files may not be there
     entries = entries_of(recipe, known.build().anatomy, checkpoint)
     files = sorted({entry.file for entry in entries.values()})
     lying = lying_in(entries, addresses(files))
     sources = tuple(_described(file, entries) for file in files)
-    found = Places(names=tuple(lying), lying=tuple(lying.values()), sources=sources)
-    known.descriptions.keep(found, *about)
-    return found
+    return Places(names=tuple(lying), lying=tuple(lying.values()), sources=sources)
 
 
 def _refused(why: str) -> InPlace:

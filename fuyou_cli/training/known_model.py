@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ..spec.plan import Numerics
 
 
+Kind = TypeVar("Kind")
+
+
 class KnownModel:
     """Holds what is known of a model, whether from its description or from its skeleton. `strict`: a model that cannot be
     trained is refused once it is built. `process` returns the bytes of this process; None: the plan is for another machine."""
@@ -43,16 +46,12 @@ class KnownModel:
     def __init__(self, recipe: Recipe, model_dir: Path, *, strict: bool, process: Callable[[], int] | None = None) -> None:
         self._recipe, self._folder, self._strict, self._process = recipe, model_dir, strict, process
         self._before = None if process is None or "torch" in sys.modules else process()
-        self.descriptions = Descriptions.of(recipe, model_dir)
-        self._kept = self.descriptions.find(ModelFacts)
+        self._descriptions = Descriptions.of(recipe, model_dir)
+        self._kept = self._descriptions.find(ModelFacts)
         self._knows_process = self._kept is not None and self._kept.loaded_bytes is not None
         self._facts = self._kept if process is None or self._knows_process else None
         self._outline: Outlined | None = None
         self._cut: dict[tuple[int, int, str, bool], tuple[InPlace | None, Anatomy]] = {}
-
-    @property
-    def is_built(self) -> bool:
-        return self._outline is not None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -77,15 +76,23 @@ class KnownModel:
     @property
     def unloaded_bytes(self) -> int:
         """Returns by how much a process grows that builds the model, if this one has not."""
-        return 0 if self.is_built else self.facts.loaded_bytes or 0
+        return self.facts.loaded_bytes or 0 if self._outline is None else 0
 
     def keep(self) -> None:
         """Keeps the facts for later plans, with the bytes of all that was loaded if nothing had been before."""
         facts = self.facts
-        if self._before is not None and self._process is not None and self.is_built and not self._knows_process:
+        if self._before is not None and self._process is not None and self._outline is not None and not self._knows_process:
             facts = replace(facts, loaded_bytes=self._process() - self._before)
         if facts != self._kept:
-            self.descriptions.keep(facts)
+            self._descriptions.keep(facts)
+
+    def once(self, kind: type[Kind], make: Callable[[], Kind], *about: object, of_files: bool = False) -> Kind:
+        """Returns what was kept of the model under `about`, or makes it and keeps it. `of_files`: it says where weights lie,
+        which a plan takes as it was kept; who builds the model, to run it, looks at the files."""
+        kept = None if of_files and self._outline is not None else self._descriptions.find(kind, *about)
+        if kept is None:
+            self._descriptions.keep(kept := make(), *about)
+        return kept
 
     def uncut(self) -> str:
         """Says why a block with experts stays whole."""
@@ -98,7 +105,7 @@ class KnownModel:
         """Returns the model's specification at micro-batches of this shape, kept or traced. Raises UsageError if it cannot be
         traced."""
         about = (traced(numerics), compiled, repr(files))
-        return _shared(self.descriptions.once(ModelSpec, lambda: self._traced(numerics, files, compiled=compiled), *about))
+        return _shared(self.once(ModelSpec, lambda: self._traced(numerics, files, compiled=compiled), *about))
 
     def _traced(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
         from ..engine.compiled import as_compiled
@@ -234,7 +241,6 @@ def _rows(module: object) -> int:
     return 0 if weight is None else int(weight.shape[0])
 
 
-Kind = TypeVar("Kind")
 LARGEST = 32 << 20  # bytes of a file; the one of 405B parameters with an adapter has under 1 MB
 _PLAIN = (str, int, float, type(None))
 _EXPERT = re.compile(r"(.+\.experts\.)([0-9]{1,6})(\..+)")  # a tensor's name up to the expert's number, and after it
@@ -286,14 +292,6 @@ class Descriptions:
             finally:
                 whole.unlink(missing_ok=True)
             _remove_oldest(path.parent)
-
-    def once(self, kind: type[Kind], make: Callable[[], Kind], *about: object) -> Kind:
-        """Returns what was kept under `about`, or makes it and keeps it."""
-        value = self.find(kind, *about)
-        if value is None:
-            value = make()
-            self.keep(value, *about)
-        return value
 
     def _path(self, kind: type[Any], about: tuple[object, ...]) -> Path:
         return kept_folder() / "models" / f"{_digest([self._key, kind.__name__, *map(repr, about)])[:32]}.json"

@@ -257,7 +257,7 @@ class _Planner:
             return self._compared_sizes()
         recipe = inspected.recipe.model_dump_json()
         about = (recipe, self._hardware, self._disks, inspected.in_place, self._epoch, self._range_experts)
-        return inspected.known.descriptions.once(FastestSize, lambda: FastestSize(rows=self._compared_sizes()), *about).rows
+        return inspected.known.once(FastestSize, lambda: FastestSize(rows=self._compared_sizes()), *about).rows
 
     def _compared_sizes(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two. Those of a mixture may be
