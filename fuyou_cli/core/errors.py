@@ -86,6 +86,16 @@ class DamagedStateError(SwapError):
     """Reports a saved run of which no state is whole."""
 
 
+class PeerLost(FuyouError):
+    """Reports a rank of the run that ended or can no longer be reached. What all ranks have committed is safe."""
+
+    def __init__(self, rank: int, host: str, what: str) -> None:
+        found = what.strip().splitlines()[0] if what.strip() else "no answer"
+        hint = f"see why rank {rank} ended, then start all ranks again: they go on from the last commit"
+        super().__init__(f"rank {rank} on {host} was lost ({found})", hint=hint)
+        self.rank, self.host = rank, host
+
+
 class NumericsError(FuyouError):
     """Reports a loss, gradient or weight that is NaN or Inf. `changed`: an update may have spread it to weights or states."""
 

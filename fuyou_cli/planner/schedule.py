@@ -148,9 +148,10 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
 
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -> list[tuple[Pass, int, int | None]]:
     """Lists (phase, stage, owner of the weights) for a sweep. Backward ends at the lowest stage that learns something. A stage
-    that does not need its weights there has them only if its update follows at once."""
-    body = [stage for stage in model.stages if stage.kind != "head"]
-    heads = [stage.index for stage in model.stages if stage.kind == "head"]
+    that does not need its weights there has them only if its update follows at once. Other ranks visit their stages."""
+    here = [stage for stage in model.stages if not stage.away]
+    body = [stage for stage in here if stage.kind != "head"]
+    heads = [stage.index for stage in here if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
     if model.head_is_cut:
         order += [("logits", head, model.owner(head)) for head in heads]
@@ -167,7 +168,8 @@ def _with_norm_first(
     model: ModelSpec, order: list[tuple[int, Pass, int, int | None]]
 ) -> tuple[list[tuple[int, Pass, int, int | None]], range]:
     """Puts a backward that only measures the norm before the sweep's own. Returns where it is as well. No update follows it."""
-    turn = next(index for index, (_, phase, _, _) in enumerate(order) if phase == "head")
+    back = (index for index, (_, phase, _, _) in enumerate(order) if phase in ("head", "backward"))
+    turn = next(back, len(order))  # a rank may have no head, or only stages that learn nothing
     first = [
         (sweep, phase, stage, owner if model.stages[stage].weights_in_backward else None)
         for sweep, phase, stage, owner in order[turn:]

@@ -233,6 +233,7 @@ class StageSpec:
     expert_work: ExpertWork | None = None  # of a block that sends tokens to experts
     # Its backward depends on its weights. That of an embedding does not, if it only looks rows up (`engine/cutting`).
     weights_in_backward: bool = True
+    away: bool = False  # another rank computes it (`ModelSpec.of_rank`)
     # Derived; kept, because a search asks for them all the time.
     params: int = field(init=False)  # elements of all, with padding
     trained: int = field(init=False)  # elements that an update changes, with padding
@@ -259,6 +260,7 @@ class StageSpec:
             "source": next((bank.source for bank in self.banks if bank.source), ()),
             # The last range of a block, whose backward comes first, keeps what all of them have from the block.
             "keeps_input": self.goes_back
+            and not self.away
             and self.kind in ("block", "norm")
             and (self.expert_range is None or self.is_last_range),
             "numel": sum(tensor.numel for tensor in self.tensors),
@@ -310,6 +312,14 @@ class StageSpec:
         """Returns bytes of its gradients, summed in `dtype`."""
         return ITEM_SIZE[dtype] * self.trained
 
+    def left_to_another(self) -> StageSpec:
+        """Returns the stage as a rank sees it that does not compute it: in its place, with nothing to keep or to do."""
+        return replace(
+            self, away=True, banks=(), tensors=(), operators=(), unneeded=(), forward_flops=0.0, frozen_flops=0.0,
+            forward_peak=0, backward_peak=0, forward_mapped=0, backward_mapped=0, graph_bytes=0, choices=0, experts=0,
+            looked_up=False, expert_work=None,
+        )  # fmt: skip
+
     @property
     def trained_tensors(self) -> tuple[TensorSpec, ...]:
         """Returns the tensors of the trained banks, in their order; they come before all others."""
@@ -340,6 +350,22 @@ class ModelSpec:
     sources: tuple[SourceFile, ...] = ()  # in the order of their places in the store's address space
     imported_because: str = ""  # why frozen weights are copied into the store; empty: they are not, or there are none
     compiled: bool = False  # its blocks
+    owners: tuple[int, ...] = ()  # the rank that computes each stage; none: one process computes all
+    rank: int = 0  # whose view this is, where there are owners
+
+    def of_rank(self, owners: tuple[int, ...], rank: int) -> ModelSpec:
+        """Returns the model as one of several ranks sees it (`planner/ring`): every stage in its place, others' without banks,
+        FLOPs and operators."""
+        assert not self.owners and len(owners) == len(self.stages), (self.owners, owners)
+        stages = tuple(stage if owners[stage.index] == rank else stage.left_to_another() for stage in self.stages)
+        view = replace(self, stages=stages, owners=owners, rank=rank)
+        whole, here = (sum(t.numel for stage in model.stages for t in stage.tensors if t.routed) for model in (self, view))
+        return replace(
+            view,
+            inactive_parameters=self.inactive_parameters * here // max(1, whole),
+            inactive_frozen=self.inactive_frozen * here // max(1, whole),
+            float32_parameters=min(self.float32_parameters, view.trained_parameters),
+        )
 
     def owner(self, stage: int) -> int:
         """Returns the stage whose weights `stage` uses. For a tied head that is the embedding, or its piece with the same

@@ -1,0 +1,90 @@
+"""Lets the processes of one run tell each other small things: what a step gathers, what rank 0 decides.
+
+Values are sent as JSON, which keeps every float exactly, and which cannot run code. Boundaries of stages go by `link`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import PeerLost
+
+_FIRST = 4096  # bytes of the first message, with the length of the whole: most values fit
+_TAGS = 2  # of the first message, and of what is left
+FIRST_TAG = 16  # of boundaries
+
+
+class Ranks:
+    """This process among those of a run. `group`: a gloo group of torch.distributed that all of them are in, and in which one
+    thread of each gathers; None: the default one. `hosts`: by rank, for messages."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, hosts: Sequence[str] | None = None) -> None:
+        assert dist.is_initialized()
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.sent = 0  # bytes
+        self.hosts: tuple[str, ...] = tuple(hosts or ("?",) * self.size)
+        if hosts is None:
+            self.hosts = tuple(self.gather(socket.gethostname()))
+
+    def another(self, timeout: timedelta | None = None) -> Ranks:
+        """Returns the same ranks in a group of their own, for another thread. All ranks must call it in the same order."""
+        return Ranks(dist.new_group(backend="gloo", timeout=timeout), self.hosts)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns what every rank gave, by rank. `value`: of JSON. Raises PeerLost."""
+        data = json.dumps(value).encode()
+        first = torch.zeros(_FIRST, dtype=torch.uint8)
+        first[:8] = torch.tensor([len(data)]).view(torch.uint8)
+        head = data[: _FIRST - 8]
+        first[8 : 8 + len(head)] = _bytes(head)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        came = {rank: torch.empty(_FIRST, dtype=torch.uint8) for rank in others}
+        self._exchange({rank: first for rank in others}, came, tag=0)
+        sizes = {rank: int(found[:8].view(torch.int64)) for rank, found in came.items()}
+        rest = data[_FIRST - 8 :]
+        left = {rank: torch.empty(size - (_FIRST - 8), dtype=torch.uint8) for rank, size in sizes.items() if size > _FIRST - 8}
+        self._exchange({rank: _bytes(rest) for rank in others} if rest else {}, left, tag=1)
+        found = {self.rank: value}
+        for rank in others:
+            parts = [came[rank][8 : 8 + min(sizes[rank], _FIRST - 8)], *([left[rank]] if rank in left else [])]
+            found[rank] = json.loads(b"".join(part.numpy().tobytes() for part in parts))
+        return [found[rank] for rank in range(self.size)]
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Returns what rank `root` gave. Others' values are not looked at. Raises PeerLost."""
+        return self.gather(value if self.rank == root else None)[root]
+
+    def lost(self, peer: int, error: Exception) -> PeerLost:
+        """Returns the error for a rank that no longer answers."""
+        return PeerLost(peer, self.hosts[peer], str(error))
+
+    def _exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor], *, tag: int) -> None:
+        """Sends to each rank, and takes from each."""
+        assert tag < _TAGS
+        works: list[tuple[int, Any]] = []
+        asked: list[tuple[int, torch.Tensor, Callable[..., Any], str]]
+        asked = [(peer, target, dist.irecv, "group_src") for peer, target in into.items()]
+        asked += [(peer, source, dist.isend, "group_dst") for peer, source in out.items()]
+        for peer, data, begin, where in asked:
+            try:
+                works.append((peer, begin(data, group=self.group, tag=tag, **{where: peer})))
+            except RuntimeError as error:
+                raise self.lost(peer, error) from error
+        self.sent += sum(source.numel() for source in out.values())
+        for peer, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.lost(peer, error) from error
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,253 @@
+"""Stages dealt to ranks: who has what, what crosses, and that no owner map makes ranks wait for each other for ever."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.ring import Boundary, Exchange, check_owners, deal, exchanges, groups, link_bytes, work
+from fuyou_cli.planner.schedule import Schedule, expand, plan_schedule
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+from .models import HARDWARE, SPEC, model, models, request, request_for, with_budget, with_graphs
+
+EIGHT = model(1 << 20, *[1 << 20] * 8, 1 << 11, 4 << 20)
+SENDS_AT_ONCE = 2  # boundaries of a rank that may be on their way
+
+
+def random_owners(spec: ModelSpec, ranks: int, chance: random.Random) -> tuple[int, ...]:
+    """Gives every rank a block, and groups of stages to anybody."""
+    listed = groups(spec)
+    blocks = [n for n, group in enumerate(listed) if any(spec.stages[stage].kind == "block" for stage in group)]
+    first = dict(zip(chance.sample(blocks, ranks), range(ranks), strict=True))
+    owners = [0] * len(spec.stages)
+    for number, group in enumerate(listed):
+        rank = first.get(number, chance.randrange(ranks))
+        for stage in group:
+            owners[stage] = rank
+    return tuple(owners)
+
+
+def step_of(spec: ModelSpec, chosen: Plan) -> Schedule:
+    return expand(
+        spec, stages=chosen.stages, lookahead=chosen.lookahead, micro_batches=chosen.numerics.micro_batches,
+        commit_every=None, sweeps=chosen.sweeps, norm_first=chosen.norm_first,
+    )  # fmt: skip
+
+
+# ---- a rank's view ----------------------------------------------------------------------------------------------------
+
+
+def test_views_share_the_model_out() -> None:
+    owners = deal(EIGHT, 3)
+    views = [EIGHT.of_rank(owners, rank) for rank in range(3)]
+    for name in ("parameters", "updated_parameters", "stored_weight_bytes", "stored_state_bytes", "trained_parameters"):
+        assert sum(getattr(view, name) for view in views) == getattr(EIGHT, name), name
+    for view in views:
+        assert len(view.stages) == len(EIGHT.stages)
+        for stage, whole in zip(view.stages, EIGHT.stages, strict=True):
+            assert stage == whole or (stage.away and not (stage.params or stage.operators or stage.keeps_input))
+
+
+@given(st.data())
+def test_ranks_visit_each_stage_once_between_them(data: st.DataObject) -> None:
+    spec = data.draw(models())
+    ranks = data.draw(st.integers(1, sum(stage.kind == "block" for stage in spec.stages)))
+    owners = deal(spec, ranks)
+    asked = with_budget(data.draw(request_for(spec)), 1 << 40)
+    whole = plan_schedule(spec, plan(spec, HARDWARE, asked))
+    found: Counter[tuple[str, int, int, bool]] = Counter()
+    for rank in range(ranks):
+        view = spec.of_rank(owners, rank)
+        visits = plan_schedule(view, plan(view, HARDWARE, asked)).visits
+        found.update((visit.phase, visit.stage, visit.sweep, visit.again) for visit in visits)
+    assert found == Counter((visit.phase, visit.stage, visit.sweep, visit.again) for visit in whole.visits)
+
+
+# ---- dealing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_has_no_more_than_a_block_over_its_share() -> None:
+    for ranks in (2, 3, 4, 8):
+        owners = deal(EIGHT, ranks)
+        check_owners(EIGHT, owners, ranks)
+        times = [work(stage, cut_head=False) for stage in EIGHT.stages]
+        loads = [sum(t for t, owner in zip(times, owners, strict=True) if owner == rank) for rank in range(ranks)]
+        share, block = sum(times) / ranks, times[1]
+        head_alone = times[-2] + times[-1] + block  # the head cannot be divided, and its rank has a block
+        assert max(loads) <= max(share + block, head_alone), (ranks, loads)
+
+
+def test_blocks_go_round() -> None:
+    flat = model(1 << 11, *[1 << 20] * 8, 1 << 11, 1 << 11)
+    assert deal(flat, 2) == (0, 0, 1, 0, 1, 0, 1, 0, 1, 1, 1)
+    assert deal(flat, 4)[1:9] == (0, 1, 2, 3, 0, 1, 2, 3)
+
+
+def test_a_rank_with_a_long_head_has_fewer_blocks() -> None:
+    owners = deal(EIGHT, 2)
+    assert owners[-1] == 1
+    assert owners[1:9].count(0) == 6 and owners[1:9].count(1) == 2
+
+
+def test_seconds_count_where_they_are_known() -> None:
+    flat = model(1 << 11, *[1 << 20] * 6, 1 << 11, 1 << 11)
+    slow_front = [4.0, *[1.0] * 6, 0.0, 0.0]
+    assert deal(flat, 2, slow_front)[1:7].count(0) < 3
+
+
+def test_a_tied_head_has_its_embeddings_owner() -> None:
+    tied = model(1 << 20, *[1 << 20] * 4, 1 << 11, 1 << 20, tied=True)
+    owners = deal(tied, 2)
+    assert owners[0] == owners[1] == owners[-1] == owners[-2] == 0
+    with pytest.raises(UsageError, match="one rank must compute"):
+        check_owners(tied, (*owners[:-1], 1), 2)
+
+
+def test_ranks_without_a_block_are_refused() -> None:
+    with pytest.raises(UsageError, match="9 ranks cannot share a model of 8 blocks"):
+        deal(EIGHT, 9)
+    with pytest.raises(UsageError, match="rank 1 has no block"):
+        check_owners(EIGHT, (0,) * len(EIGHT.stages), 2)
+    with pytest.raises(UsageError, match=r"train\.compile is not proven"):
+        deal(with_graphs(EIGHT, size=1 << 20), 2)
+
+
+# ---- what crosses ------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_gives_another_takes() -> None:
+    chance = random.Random(3)
+    for number in range(60):
+        spec = model(1 << 20, *[1 << 20] * chance.randint(2, 9), 1 << 11, 1 << 20, tied=number % 3 == 0)
+        ranks = chance.randint(2, min(4, len(spec.stages) - 3))
+        owners = random_owners(spec, ranks, chance)
+        swept = 2 if number % 2 and not spec.tied_head else None
+        chosen = plan(spec, HARDWARE, request(sweeps=swept, cpu_budget=1 << 40, norm_first=None))
+        given_by, taken_by = Counter[tuple[int, int, Boundary]](), Counter[tuple[int, int, Boundary]]()
+        taken = given_bytes = 0
+        for rank in range(ranks):
+            view = spec.of_rank(owners, rank)
+            schedule = step_of(view, chosen)
+            for exchange in exchanges(view, schedule):
+                if exchange.gives is not None:
+                    given_by[rank, exchange.gives.peer, replace(exchange.gives, peer=0)] += 1
+                if exchange.takes is not None:
+                    taken_by[exchange.takes.peer, rank, replace(exchange.takes, peer=0)] += 1
+            came, left = link_bytes(view, schedule, 256, chosen.sweeps)
+            taken, given_bytes = taken + came, given_bytes + left
+        cuts = sum(one != other for one, other in pairwise(owners))
+        assert given_by == taken_by
+        assert sum(given_by.values()) == 2 * cuts * chosen.sweeps
+        assert taken == given_bytes == 2 * cuts * 256 * spec.boundary_bytes_per_token
+
+
+# Replays a step of all ranks by rendezvous: a message arrives once it was sent and its receive was posted. A rank posts the
+# receives of a visit when it enters the visit before, and holds what it sends in two places.
+
+Message = tuple[int, int, Boundary, int, int]  # from, to, what, of which step, micro-batch
+
+
+class Wire:
+    def __init__(self) -> None:
+        self.sent: set[Message] = set()
+        self.posted: set[Message] = set()
+        self.gathered: Counter[int] = Counter()
+
+    def arrived(self, message: Message) -> bool:
+        return message in self.sent and message in self.posted
+
+
+def running(
+    rank: int, ranks: int, found: tuple[Exchange, ...], schedule: Schedule, micro_batches: int, wire: Wire
+) -> Iterator[None]:
+    """Runs two steps of a rank. Yields while it waits."""
+    times: Counter[tuple[str, Boundary]] = Counter()
+    on_the_way: list[list[Message]] = []
+    for step in range(2):
+        posted: dict[int, list[Message]] = {}
+        for index, exchange in enumerate(found):
+            for ahead in (index, index + 1):
+                same = ahead < len(found) and schedule.visits[ahead].sweep == schedule.visits[index].sweep
+                takes = found[ahead].takes if same else None
+                if takes is not None and ahead not in posted:
+                    times["takes", takes] += 1
+                    key = replace(takes, peer=0)
+                    posted[ahead] = [(takes.peer, rank, key, times["takes", takes], n) for n in range(micro_batches)]
+                    wire.posted.update(posted[ahead])
+            gives = exchange.gives
+            if gives is not None:
+                times["gives", gives] += 1
+                on_the_way.append([])
+                while len(on_the_way) > SENDS_AT_ONCE:
+                    while not all(map(wire.arrived, on_the_way[0])):
+                        yield
+                    on_the_way.pop(0)
+            for number in range(micro_batches):
+                if exchange.takes is not None:
+                    while not wire.arrived(posted[index][number]):
+                        yield
+                if gives is not None:
+                    message = (rank, gives.peer, replace(gives, peer=0), times["gives", gives], number)
+                    wire.sent.add(message)
+                    on_the_way[-1].append(message)
+                yield
+        wire.gathered[step] += 1
+        while wire.gathered[step] < ranks:
+            yield
+
+
+def test_two_thousand_owner_maps_end() -> None:
+    chance = random.Random(7)
+    done = 0
+    while done < 2000:
+        spec = model(1 << 20, *[1 << 20] * chance.randint(2, 12), 1 << 11, 1 << 20, tied=chance.random() < 0.3)
+        kind = chance.choice(["plain", "swept", "norm first"])
+        asked = request(
+            cpu_budget=1 << 40, sweeps=2 if kind == "swept" and not spec.tied_head else None,
+            **({"norm_first": True, "clip_grad_norm": 1.0} if kind == "norm first" else {}),
+        )  # fmt: skip
+        chosen = plan(spec, HARDWARE, asked)
+        for _ in range(50):
+            ranks = chance.randint(2, min(6, len(spec.stages) - 3))
+            owners = random_owners(spec, ranks, chance)
+            assert ends(spec, chosen, owners, ranks, chance), (spec, owners)
+            done += 1
+
+
+def ends(spec: ModelSpec, chosen: Plan, owners: tuple[int, ...], ranks: int, chance: random.Random) -> bool:
+    """Tells whether all ranks come to the end of two steps. They go on in any order, each as far as it can or a little."""
+    wire, at_work = Wire(), list[Iterator[None]]()
+    for rank in range(ranks):
+        view = spec.of_rank(owners, rank)
+        schedule = step_of(view, chosen)
+        at_work.append(running(rank, ranks, exchanges(view, schedule), schedule, 2, wire))
+    waits = 0
+    while at_work and waits < 2000:
+        before = len(wire.sent), len(wire.posted), sum(wire.gathered.values()), len(at_work)
+        for one in chance.sample(at_work, len(at_work)):
+            for _ in range(chance.randint(1, 4)):
+                if next(one, "over") == "over":
+                    at_work.remove(one)
+                    break
+        waits = waits + 1 if before == (len(wire.sent), len(wire.posted), sum(wire.gathered.values()), len(at_work)) else 0
+    return not at_work
+
+
+def test_a_map_that_cuts_wrongly_would_be_found() -> None:
+    """The replay itself: a rank that waits for what nobody sends does not come to its end."""
+    wire = Wire()
+    takes = Exchange(takes=Boundary(0, False, 1))
+    schedule = step_of(SPEC, plan(SPEC, HARDWARE, request()))
+    one = running(0, 1, (takes,), replace(schedule, visits=schedule.visits[:1]), 1, wire)
+    assert all(next(one, "over") != "over" for _ in range(100))
