@@ -120,8 +120,8 @@ ENGINE = (
         "engine/test_routing.py",
     ),
     Mutation(
-        "here = ((ids >= rows[0]) & (ids < rows[1])).nonzero().view(-1)",
-        "here = ((ids >= rows[0]) & (ids <= rows[1])).nonzero().view(-1)",
+        "places = ((ids >= rows[0]) & (ids < rows[1])).nonzero().view(-1)",
+        "places = ((ids >= rows[0]) & (ids <= rows[1])).nonzero().view(-1)",
         "engine/test_vocabulary.py engine/test_cutting.py",
     ),
 )

@@ -281,7 +281,7 @@ class EmulatedDevice(Device):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self._memory.take(super().empty_like(host))
 
-    def told(self, host: torch.Tensor) -> torch.Tensor:
+    def upload_now(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
@@ -309,7 +309,7 @@ class EmulatedDevice(Device):
             return super().upload_all(pairs)
         return [self._up.submit_all(pairs, begins=self._clock.over)]
 
-    def computed(self) -> Event:
+    def compute_end(self) -> Event:
         return ComputeEvent(self._clock.over)
 
     def mark(self) -> Moment:
@@ -353,7 +353,7 @@ class EmulatedDevice(Device):
         return None if self._memory.limit is None else self._memory.limit - self._memory.live
 
     def synchronize(self) -> None:
-        self.computed().synchronize()
+        self.compute_end().synchronize()
         for staging in self._staging:
             staging.synchronize()
         self._up.synchronize()

@@ -38,9 +38,9 @@ from .experts import first_matrix, is_product, outputs_of
 from .moves import Waiting
 from .operators import (
     ATTENTION,
-    Handed,
+    HandedCall,
     InAttention,
-    Known,
+    KeptCalls,
     Notes,
     Only,
     Operators,
@@ -69,7 +69,7 @@ class Activations:
     def begin(self, micro_batch: int) -> None:
         """Starts uploading what one micro-batch kept to a separate device. Its backward comes soon."""
 
-    def again(
+    def recompute(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         """Returns `run(x)` with its graph, for backward. `flat`: the stage's weights; None: it has none."""
@@ -83,11 +83,11 @@ def open_activations(context: Context, *, boundaries: Boundaries, waiting: Waiti
     """Returns the activations that the plan chose for each stage."""
     model, plan, device = context.model, context.plan, context.device
     leaving: Leaving = []
-    kept_there = keep_places(context)
+    on_device = keep_places(context)
 
     def of(stage: int) -> Activations:
         with_boundary: Place = Swap(stage, boundaries=boundaries, memory=context.memory, device=device)
-        places = dict.fromkeys(plan.stages[stage].kept, with_boundary) | kept_there[stage]
+        places = dict.fromkeys(plan.stages[stage].kept, with_boundary) | on_device[stage]
         if not places:
             return Recompute(model.stages[stage], as_backward=device.separate and model.stages[stage].kind == "block")
         return KeptOutputs(
@@ -107,7 +107,7 @@ def open_activations(context: Context, *, boundaries: Boundaries, waiting: Waiti
 # that a call gets, as a look at every operator would cost microseconds each. Where a weight is part of a parameter, or used
 # twice, they are recognised by their number.
 
-_NOTHING_KEPT = Known(calls={}, attention=None, as_returned={})
+_NOTHING_KEPT = KeptCalls(functions={}, attention=None, as_returned={})
 Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-batch
 
 
@@ -130,7 +130,7 @@ class Recompute(Activations):
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return without_saving(run, x) if self.as_backward else run(x)
 
-    def again(
+    def recompute(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         with sparing(self._stage, flat, self._numbers, parameters):
@@ -157,21 +157,21 @@ class Sparing(Operators):
         return pair[0].new_zeros(pair[0].shape[0], pair[1].shape[1])
 
     def inside(
-        self, known: Known | None, numbers: Mapping[int, int] | None, parameters: Sequence[nn.Parameter]
+        self, calls: KeptCalls | None, numbers: Mapping[int, int] | None, parameters: Sequence[nn.Parameter]
     ) -> AbstractContextManager[Any]:
         """Does so inside the context, only in the calls that compute kept outputs if they are known, and in those of products
         to spare. `numbers`: of the operators' weights among `parameters`."""
-        if known is None or numbers is None:
+        if calls is None or numbers is None:
             return self
         weights = {operator: parameters[number] for operator, number in numbers.items()}
-        return handing_over(partial(self._hand_over, known, Only(self)), weights, attention=known.attention is not None)
+        return handing_over(partial(self._hand_over, calls, Only(self)), weights, attention=calls.attention is not None)
 
-    def _hand_over(self, known: Known, only: Only, handed: Handed) -> Any:
+    def _hand_over(self, calls: KeptCalls, only: Only, handed: HandedCall) -> Any:
         if handed.operator == ATTENTION:
-            assert known.attention is not None
-            with InAttention(only.of(known.attention, 0)):
+            assert calls.attention is not None
+            with InAttention(only.of(calls.attention, 0)):
                 return handed.run()
-        if handed.func is not known.calls.get(handed.operator, handed.func):
+        if handed.func is not calls.functions.get(handed.operator, handed.func):
             return handed.run()
         only.of(handed.operator, handed.address)
         if is_linear(handed) and handed.args[0].is_contiguous():  # otherwise torch may not multiply it flat
@@ -224,25 +224,25 @@ class Place:
         """Returns the bytes of an output's memory."""
         raise NotImplementedError
 
-    def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
+    def kept_tensor(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
         """Returns the place of one tensor of an output."""
         raise NotImplementedError
 
-    def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
+    def put(self, value: torch.Tensor, target: torch.Tensor) -> Event | None:
         """Copies a computed tensor. Returns the end of the copy if compute does not wait for it."""
-        there.copy_(value)
+        target.copy_(value)
         return None
 
     def put_all(self, pairs: Pairs) -> list[Event]:
         """Copies computed tensors, if copies wait. Returns when they are over."""
         raise AssertionError("compute copies outputs itself")
 
-    def arriving(self, there: torch.Tensor) -> torch.Tensor:
+    def for_backward(self, kept: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that backward computes with: this one, or memory for a copy of it."""
-        return there
+        return kept
 
     def bring_all(self, pairs: Pairs) -> list[Event]:
-        """Copies outputs to what `arriving` returned for them, if copies wait. Returns when they are over."""
+        """Copies outputs to what `for_backward` returned for them, if copies wait. Returns when they are over."""
         raise AssertionError("compute reads outputs where they are")
 
 
@@ -261,12 +261,12 @@ class KeptOutputs(Activations):
         self._leaving = leaving
         self._arriving: dict[int, Arrived] = {}
         self._numbers = numbers_of(stage, tuple(places))  # of weights among parameters; None: calls are not looked for
-        self._known: dict[torch.Size, tuple[Known, Outputs] | None] = {}  # by shape of the input
+        self._calls_by_shape: dict[torch.Size, tuple[KeptCalls, Outputs] | None] = {}  # by shape of the input
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Runs the forward. At its end the copies of the previous micro-batch have ended."""
         mode = _Keeping(self, micro_batch)
-        if self._numbers is None or (x.shape in self._known and self._known[x.shape] is None):
+        if self._numbers is None or (x.shape in self._calls_by_shape and self._calls_by_shape[x.shape] is None):
             with mode:
                 y = without_saving(run, x)
         else:
@@ -285,31 +285,31 @@ class KeptOutputs(Activations):
 
     def _handed_over(self, mode: _Keeping, run: Run, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """Runs the forward with a look at the calls that compute what is kept, or notes them."""
-        if (found := self._known.get(x.shape)) is not None:
-            calls = _KeepingCalls(mode, *found)
-            with handing_over(calls.hand_over, weights, attention=found[0].attention is not None):
+        if (found := self._calls_by_shape.get(x.shape)) is not None:
+            keeping = _KeepingCalls(mode, *found)
+            with handing_over(keeping.hand_over, weights, attention=found[0].attention is not None):
                 y = without_saving(run, x)
-            calls.check()
+            keeping.check()
             return y
         notes = Notes(mode.outputs, lambda: mode.last)
         with handing_over(notes.hand_over, weights, attention=True), mode:
             y = without_saving(run, x)
-        known = None if mode.changed else notes.known()
-        if known is not None and known.attention is not None and self.chosen[known.attention].kind != "attention":
-            known = None  # it is one of attention's own products, which later calls do not look for
-        self._known[x.shape] = None if known is None else (known, mode.outputs)
+        calls = None if mode.changed else notes.calls()
+        if calls is not None and calls.attention is not None and self.chosen[calls.attention].kind != "attention":
+            calls = None  # it is one of attention's own products, which later calls do not look for
+        self._calls_by_shape[x.shape] = None if calls is None else (calls, mode.outputs)
         return y
 
     def begin(self, micro_batch: int) -> None:
-        self._arriving[micro_batch] = self._given(micro_batch)
+        self._arriving[micro_batch] = self._bring_kept(micro_batch)
 
-    def again(
+    def recompute(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
-        given = self._arriving.pop(micro_batch) if self._separate else self._given(micro_batch)
-        mode = GivingBack(given, self._resting[micro_batch], self._stage, flat)
-        known, _ = self._known.get(x.shape) or (None, None)
-        with mode.inside(known, self._numbers, parameters):
+        arrived = self._arriving.pop(micro_batch) if self._separate else self._bring_kept(micro_batch)
+        mode = GivingBack(arrived, self._resting[micro_batch], self._stage, flat)
+        calls, _ = self._calls_by_shape.get(x.shape) or (None, None)
+        with mode.inside(calls, self._numbers, parameters):
             return run(x)
 
     def forget(self) -> None:
@@ -317,19 +317,19 @@ class KeptOutputs(Activations):
         self._leaving.clear()
         self._arriving.clear()
 
-    def _given(self, micro_batch: int) -> Arrived:
-        """Returns the kept values of every operator, where backward computes with them. Copies to there may be under way."""
+    def _bring_kept(self, micro_batch: int) -> Arrived:
+        """Returns the kept values of every operator, where backward computes with them. Copies may be under way."""
         arrived: Arrived = {}
         pairs, copied = list[tuple[torch.Tensor, torch.Tensor]](), list[Event]()
         for index, (values, _) in self._resting[micro_batch].items():
-            place, here = self.places[index], list[Any](values)
+            place, found = self.places[index], list[Any](values)
             for number, value in enumerate(values):
                 if isinstance(value, Resting):
-                    there = place.there(micro_batch, index, value)
-                    here[number] = place.arriving(there)
+                    kept = place.kept_tensor(micro_batch, index, value)
+                    found[number] = place.for_backward(kept)
                     if place.waits:
-                        pairs.append((there, here[number]))
-            arrived[index] = here, copied if place.waits else []
+                        pairs.append((kept, found[number]))
+            arrived[index] = found, copied if place.waits else []
         if pairs:  # all are from one place
             copied += next(place for place in self.places.values() if place.waits).bring_all(pairs)
         self._began(self._stage.index, *copied)
@@ -348,7 +348,7 @@ class _Keeping(Operators):
         self.before: Outputs = {}  # of an earlier micro-batch of this shape
         self.stage, self._micro_batch = stage, micro_batch
         self.copies: dict[int, Event] = {}  # by storage; the last copy of a storage ends after its others
-        self.computed_there: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
+        self.products_in_place: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
         self.later: list[tuple[Place, torch.Tensor, torch.Tensor]] | None = None  # copies to be asked for at the end
         self.changed, self.at_risk, self.last = False, False, (0, 0)
 
@@ -360,31 +360,31 @@ class _Keeping(Operators):
             raise UsageError(f"operator {index} of a stage is {kind}, but the plan was made for {spec.name}", hint=_WITHOUT)
         place, out = self.stage.places[index], None
         if place.direct and not spec.overwritten and (resting := product_of(func, args)) is not None:
-            out = self._computed_there(spec, Resting(0, *resting), func, args, kwargs)
+            out = self._product_in_place(spec, Resting(0, *resting), func, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
             self.outputs[index] = self._keep(spec, out)
         return out
 
-    def _computed_there(self, spec: OperatorSpec, resting: Resting, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    def _product_in_place(self, spec: OperatorSpec, resting: Resting, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Computes a product in its place. Returns None if it has no room there."""
         place = self.stage.places[spec.index]
         if resting.end > place.room(self._micro_batch, spec.index):
             return None
-        out = product_into(func, args, kwargs, place.there(self._micro_batch, spec.index, resting))
+        out = product_into(func, args, kwargs, place.kept_tensor(self._micro_batch, spec.index, resting))
         self.outputs[spec.index] = [resting], False
-        self.computed_there[out.untyped_storage()._cdata] = spec
+        self.products_in_place[out.untyped_storage()._cdata] = spec
         self.at_risk, self.last = True, (out.data_ptr(), out.numel())
         return out
 
-    def linear_there(self, index: int, args: Any, output: Output) -> torch.Tensor:
+    def linear_in_place(self, index: int, args: Any, output: Output) -> torch.Tensor:
         """Computes a linear layer without a bias in its place, without a look at its operators."""
-        there = self.stage.places[index].there(self._micro_batch, index, output[0][0])
+        target = self.stage.places[index].kept_tensor(self._micro_batch, index, output[0][0])
         self.outputs[index], self.at_risk = output, True
-        return linear_into(args, there)
+        return linear_into(args, target)
 
-    def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func._schema.is_mutable and (self.copies or self.computed_there):
+    def other_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.is_mutable and (self.copies or self.products_in_place):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
                     self._before_change(leaf.untyped_storage()._cdata, func)
@@ -395,8 +395,8 @@ class _Keeping(Operators):
         if storage in self.copies:
             self.changed = True
             self.copies[storage].wait()
-        if storage in self.computed_there:
-            raise _changed(name_of(func), self.computed_there[storage])
+        if storage in self.products_in_place:
+            raise _changed(name_of(func), self.products_in_place[storage])
 
     def _keep(self, spec: OperatorSpec, out: Any) -> Output:
         place, end = self.stage.places[spec.index], 0
@@ -421,18 +421,20 @@ class _Keeping(Operators):
     def _as_before(self, index: int, number: int, value: torch.Tensor) -> Resting | None:
         """Returns how such a tensor of an output was kept before. To find its strides again would take time."""
         values = self.before[index][0] if index in self.before else []
-        known = values[number] if number < len(values) else None
-        return known if isinstance(known, Resting) and (known.shape, known.dtype) == (value.shape, value.dtype) else None
+        earlier = values[number] if number < len(values) else None
+        return (
+            earlier if isinstance(earlier, Resting) and (earlier.shape, earlier.dtype) == (value.shape, value.dtype) else None
+        )
 
     def put(self, index: int, value: torch.Tensor, resting: Resting) -> None:
         """Copies a computed tensor of an output to its place, now or later."""
         place = self.stage.places[index]
-        there = place.there(self._micro_batch, index, resting)
+        target = place.kept_tensor(self._micro_batch, index, resting)
         if place.waits and self.later is not None:
-            self.later.append((place, value, there))
+            self.later.append((place, value, target))
             self.at_risk = True
             return
-        copied = place.put(value, there)
+        copied = place.put(value, target)
         self.at_risk = copied is not None
         if copied is not None:
             self.copies[value.untyped_storage()._cdata] = copied
@@ -441,35 +443,35 @@ class _Keeping(Operators):
         """Begins the copies that were put off. Returns when they are over. All are to one place."""
         if not self.later:
             return []
-        return self.later[0][0].put_all([(value, there) for _, value, there in self.later])
+        return self.later[0][0].put_all([(value, target) for _, value, target in self.later])
 
 
 class _KeepingCalls:
     """Keeps outputs in calls that are known to compute them: `mode` sees these alone. Copies that run beside compute begin when
     the forward has ended, all at once. A change of an output until then is found by torch's own count of changes."""
 
-    def __init__(self, mode: _Keeping, known: Known, outputs: Outputs) -> None:
-        self._mode, self._known, self._outputs = mode, known, outputs
+    def __init__(self, mode: _Keeping, calls: KeptCalls, outputs: Outputs) -> None:
+        self._mode, self._calls, self._outputs = mode, calls, outputs
         mode.later, mode.before = [], outputs
         self._only = Only(mode)
         self._watched: list[tuple[torch.Tensor, int, int]] = []  # an output, its changes so far, its operator
 
-    def hand_over(self, handed: Handed) -> Any:
+    def hand_over(self, handed: HandedCall) -> Any:
         operator = handed.operator
         if operator == ATTENTION:
-            assert self._known.attention is not None
-            with InAttention(self._only.of(self._known.attention, 0), lambda out: self._watch(ATTENTION, out.detach())):
+            assert self._calls.attention is not None
+            with InAttention(self._only.of(self._calls.attention, 0), lambda out: self._watch(ATTENTION, out.detach())):
                 return handed.run()
-        if handed.func is not self._known.calls[operator]:  # for example, one that asks for the weight's dtype
+        if handed.func is not self._calls.functions[operator]:  # for example, one that asks for the weight's dtype
             return handed.run()
-        output, as_returned = self._outputs[operator], self._known.as_returned.get(operator)
+        output, as_returned = self._outputs[operator], self._calls.as_returned.get(operator)
         if as_returned is not None and not self._mode.stage.places[operator].direct:
             out = handed.run()
             value = out.detach()
             self._mode.put(operator, value, as_returned)
             self._mode.outputs[operator] = output
         elif as_returned is not None and operator in self._mode.stage.products and is_linear(handed):
-            value = out = self._mode.linear_there(operator, handed.args, output)
+            value = out = self._mode.linear_in_place(operator, handed.args, output)
         else:
             with self._only.of(operator, handed.address):
                 out = handed.run()
@@ -485,29 +487,29 @@ class _KeepingCalls:
         """Raises UsageError if the forward changed an output, or did not compute what it did before."""
         for value, version, operator in self._watched:
             if value._version != version:
-                number = self._known.attention if operator == ATTENTION else operator
+                number = self._calls.attention if operator == ATTENTION else operator
                 assert number is not None
                 raise _changed("the model's code", self._mode.stage.chosen[number])
         if self._mode.outputs.keys() != self._outputs.keys():
             raise UsageError("a stage's operators are others than they were for the micro-batch before", hint=_WITHOUT)
 
 
-def _changed(who: str, spec: OperatorSpec) -> UsageError:
-    what = f"{who} changes the output of {spec.name}, or one beside it, in place, which the plan did not expect"
+def _changed(changer: str, spec: OperatorSpec) -> UsageError:
+    what = f"{changer} changes the output of {spec.name}, or one beside it, in place, which the plan did not expect"
     return UsageError(what, hint=_WITHOUT)
 
 
 class GivingBack(Sparing):
     """Returns a kept output instead of computing it, once it has arrived."""
 
-    def __init__(self, given: Arrived, outputs: Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:
+    def __init__(self, arrived: Arrived, outputs: Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__(stage, flat)
-        self._given, self._outputs = given, outputs
+        self._arrived, self._outputs = arrived, outputs
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if index not in self._outputs:
             return super().operator(index, kind, func, args, kwargs)
-        values, copies = self._given.pop(index)
+        values, copies = self._arrived.pop(index)
         while copies:  # of all outputs, which share this list
             copies.pop().wait()
         return tuple(values) if self._outputs[index][1] else values[0]
@@ -541,7 +543,7 @@ class Boundaries:
         self.model, self.plan, self.memory = model, plan, context.memory
         resting = [stage.stage for stage in plan.stages if stage.boundary == "gpu"]
         self._places, size = device_boundaries(model, plan.group, resting)
-        self._there = context.device.empty(size) if size else None
+        self._device_memory = context.device.empty(size) if size else None
         self.ledger = BoundaryLedger(plan=plan, transfers=context.daemon)
         self._kinds: dict[int, _Kind] = {}
         self._unsealed: set[int] = set()
@@ -569,21 +571,21 @@ class Boundaries:
                 f"the boundary of stage {stage} takes {layout.size} bytes, but the plan has {planned}",
                 hint="its dtype is wider than precision.compute: this model family is not supported yet",
             )
-        self.ledger.stashed(stage, span, layout.size)
+        self.ledger.place(stage, span, layout.size)
         self._kinds[stage] = _Kind(boundary.shape, boundary.dtype, layout, parts)
         self._unsealed.add(stage)
 
     def rows(self, stage: int, number: int) -> torch.Tensor:
         """Returns the rows of one micro-batch where they are kept. Valid between `room` or `take` and `seal` or `drop`."""
         kind = self._kinds[stage]
-        shape, within = kind.of(number), kind.layout.begins(number)
+        shape, first_byte = kind.of(number), kind.layout.begins(number)
         size = shape.numel() * kind.dtype.itemsize
-        if self._there is not None and stage in self._places:
-            begin = self._places[stage] + within
-            return self._there[begin : begin + size].view(kind.dtype).view(shape)
-        begin = (self.ledger.where(stage).offset + within) // kind.dtype.itemsize
+        if self._device_memory is not None and stage in self._places:
+            begin = self._places[stage] + first_byte
+            return self._device_memory[begin : begin + size].view(kind.dtype).view(shape)
+        begin = (self.ledger.where(stage).offset + first_byte) // kind.dtype.itemsize
         # Without `data`, a write to any other part of the arena would count as a change of these rows.
-        return self.memory.whole(kind.dtype)[begin : begin + shape.numel()].data.view(shape)
+        return self.memory.all_of(kind.dtype)[begin : begin + shape.numel()].data.view(shape)
 
     def awaits(self, stage: int, *copies: Event) -> None:
         """Notes copies between the device and the place of the stage's boundary."""
@@ -629,8 +631,8 @@ class Boundaries:
 
     def output(self, stage: int, micro_batch: int, operator: int) -> Span:
         """Returns where in the arena an operator's output rests. Valid between stash and seal, and between take and drop."""
-        within = self._kinds[stage].layout.output(micro_batch, operator)
-        return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
+        span = self._kinds[stage].layout.output(micro_batch, operator)
+        return Span(offset=self.ledger.where(stage).offset + span.offset, size=span.size)
 
     def drop(self, stage: int) -> None:
         """Notes that the stage's backward is submitted. The boundary is freed once its copies are over."""
@@ -659,22 +661,22 @@ class Swap(Place):
     def __init__(self, stage: int, *, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
         self.direct, self.waits = False, device.separate
         self._stage, self._boundaries, self._device = stage, boundaries, device
-        self._views = Views(memory.whole)
+        self._views = Views(memory.all_of)
 
     def room(self, micro_batch: int, operator: int) -> int:
         return self._boundaries.output(self._stage, micro_batch, operator).size
 
-    def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
+    def kept_tensor(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
         return self._views.at(self._boundaries.output(self._stage, micro_batch, operator).offset, resting)
 
-    def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
-        return self._device.download(value, there) if self._device.separate else super().put(value, there)
+    def put(self, value: torch.Tensor, target: torch.Tensor) -> Event | None:
+        return self._device.download(value, target) if self._device.separate else super().put(value, target)
 
     def put_all(self, pairs: Pairs) -> list[Event]:
         return self._device.download_all(pairs)
 
-    def arriving(self, there: torch.Tensor) -> torch.Tensor:
-        return self._device.empty_like(there) if self._device.separate else there
+    def for_backward(self, kept: torch.Tensor) -> torch.Tensor:
+        return self._device.empty_like(kept) if self._device.separate else kept
 
     def bring_all(self, pairs: Pairs) -> list[Event]:
         return self._device.upload_all(pairs)
@@ -695,7 +697,7 @@ class Keep(Place):
     def room(self, micro_batch: int, operator: int) -> int:
         return self._layout.outputs[operator].size
 
-    def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
+    def kept_tensor(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
         return self._views.at(self._begin + self._layout.begin(micro_batch, operator), resting)
 
 

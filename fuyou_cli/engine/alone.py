@@ -19,7 +19,7 @@ from .calls import CallsByLength, ModuleState, put_back
 from .compiled import CompiledBlocks, graph_bytes
 from .gradients import GradientSum
 from .loss import Head, Part, TokenLoss, pieces
-from .operators import Known, Notes, handing_over, numbers_of
+from .operators import KeptCalls, Notes, handing_over, numbers_of
 from .skeleton import TORCH_DTYPE
 from .visits import backpropagate
 
@@ -53,7 +53,7 @@ class BlockAlone:
         call, x = next((call, x) for call, x in calls if call.name == self._stage.name)
         if anatomy.isolated:
             call = replace(call, documents=[[shape[1]]] * shape[0], document_step=document_step)
-        self._call = call.placed(lambda value: value.to(device))
+        self._call = call.map_tensors(lambda value: value.to(device))
         assert self._stage.module is not None
         self.compiled = compiled
         # On a GPU forward runs as the recompute does.
@@ -69,10 +69,10 @@ class BlockAlone:
             (_filled(spec.params, dtype, device), GradientSum(stage=spec, flat=_empty(spec.trained, accumulate, device)))
             for _ in range(min(_MOST_COPIES, 1 + min(room, MOST_ROOM) // size))
         ]  # fmt: skip
-        self._micro_batches, self._done = micro_batches, 0
+        self._micro_batches, self._visited = micro_batches, 0
         self._input = torch.randn(*shape, *x.shape[2:], dtype=TORCH_DTYPE[dtype], device=device)
-        self._kept: Outputs = {}  # outputs of one forward
-        self._known: Known | None = None
+        self._outputs: Outputs = {}  # outputs of one forward
+        self._calls: KeptCalls | None = None
         self._numbers = numbers_of(spec, [operator.index for operator in spec.operators])
 
     def forward(self) -> None:
@@ -82,7 +82,7 @@ class BlockAlone:
 
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
-        self._recompute(lambda x, flat, parameters: self._activations.again(self._call.run, x, 0, flat, parameters))
+        self._forward_backward(lambda x, flat, parameters: self._activations.recompute(self._call.run, x, 0, flat, parameters))
 
     def graph_bytes(self) -> int:
         """Returns the bytes that one forward's graph holds; 0 if the block is not compiled."""
@@ -92,9 +92,9 @@ class BlockAlone:
         with self._buffers_placed(), self._stage.installed(flat) as parameters:
             return graph_bytes(self._call.run, self._input, parameters)
 
-    def given(self) -> None:
+    def backward_from_kept(self) -> None:
         """Runs backward as if every output that can be kept was kept."""
-        kept = self._kept
+        kept = self._outputs
         if not kept:
             notes = Notes(kept, lambda: (0, 0))
 
@@ -103,22 +103,22 @@ class BlockAlone:
                 with handing_over(notes.hand_over, weights, attention=True), _Remembering(self._spec, flat, kept):
                     return self._call.run(x)
 
-            self._recompute(noted)
-            self._known = notes.known()
+            self._forward_backward(noted)
+            self._calls = notes.calls()
         values: Arrived = {index: (list(output[0]), []) for index, output in kept.items()}
 
         def given_back(x: torch.Tensor, flat: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
-            with GivingBack(values, kept, self._spec, flat).inside(self._known, self._numbers, parameters):
+            with GivingBack(values, kept, self._spec, flat).inside(self._calls, self._numbers, parameters):
                 return self._call.run(x)
 
-        self._recompute(given_back)
+        self._forward_backward(given_back)
 
-    def _recompute(self, again: Callable[[torch.Tensor, torch.Tensor, list[nn.Parameter]], torch.Tensor]) -> None:
-        """Runs forward by `again`, which gets the input and the weights, then backward."""
+    def _forward_backward(self, forward: Callable[[torch.Tensor, torch.Tensor, list[nn.Parameter]], torch.Tensor]) -> None:
+        """Runs forward by `forward`, which gets the input and the weights, then backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
         with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat) as parameters:
-            y = again(x, flat, parameters)
+            y = forward(x, flat, parameters)
             with total.collecting(parameters):
                 backpropagate(y, self._input, [x, *parameters])
 
@@ -133,8 +133,8 @@ class BlockAlone:
 
     def _visit(self) -> tuple[torch.Tensor, GradientSum]:
         """Returns the weights, and the sum of their gradients, for the next micro-batch."""
-        number = self._done // self._micro_batches % len(self._visits)
-        self._done += 1
+        number = self._visited // self._micro_batches % len(self._visits)
+        self._visited += 1
         return self._visits[number]
 
 

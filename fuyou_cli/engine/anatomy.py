@@ -290,16 +290,16 @@ def blocks_of(model: PreTrainedModel) -> set[nn.Module]:
 
 def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module]) -> Anatomy:
     """Returns the stages of `order`, then the head with all remaining parameters but those that do not run on text."""
-    left, ordered, parts = _places(model), {module for _, module in order}, named_parts(model)
+    unowned, ordered, parts = _places(model), {module for _, module in order}, named_parts(model)
     untouched = [name for module, name in beside_text(model).items() if module not in ordered]
     untouched += _around_decoder(model)
     ends = tuple(f"{part}." for part in untouched)
-    left = {one: places for one, places in left.items() if not f"{places[0][2]}.".startswith(ends)}
+    unowned = {one: places for one, places in unowned.items() if not f"{places[0][2]}.".startswith(ends)}
     stages = []
     for name, module in order:
         kind: StageKind = "block" if module in blocks else "embedding" if _is_input(module) else "norm"
-        stages.append(Stage.packed(name, kind, module, _taken(module, left, parts)))
-    stages.append(Stage.packed("head", "head", None, _taken(model, left, parts)))
+        stages.append(Stage.packed(name, kind, module, _take_parameters(module, unowned, parts)))
+    stages.append(Stage.packed("head", "head", None, _take_parameters(model, unowned, parts)))
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -321,26 +321,26 @@ def _is_input(module: nn.Module) -> bool:
 
 
 def _units(
-    base: nn.Module, blocks: set[nn.Module], beside: Container[nn.Module], prefix: str = ""
+    base: nn.Module, blocks: set[nn.Module], optional: Container[nn.Module], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Returns topmost modules that are blocks, `beside` text, or own parameters themselves, in registration order."""
+    """Returns topmost modules that are blocks, `optional` for text, or own parameters themselves, in registration order."""
     for name, child in base.named_children():
         path = f"{prefix}{name}"
-        if child in blocks or child in beside or any(True for _ in child.named_parameters(recurse=False)):
+        if child in blocks or child in optional or any(True for _ in child.named_parameters(recurse=False)):
             yield path, child
         else:
-            yield from _units(child, blocks, beside, path + ".")
+            yield from _units(child, blocks, optional, path + ".")
 
 
 def _running_order(
-    units: list[tuple[str, nn.Module]], model: PreTrainedModel, blocks: set[nn.Module], beside: Container[nn.Module]
+    units: list[tuple[str, nn.Module]], model: PreTrainedModel, blocks: set[nn.Module], optional: Container[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
     """Finds the order in which the base model's own forward calls the units. Refuses a unit that is called twice, or never if
-    it is not `beside` text."""
+    it is `optional`."""
     calls = stage_calls(model, {module: name for name, module in units}, shape=TRIED)
     called = [call.name for call, _ in calls]
     for name, module in units:
-        if called.count(name) != 1 and not (module in beside and name not in called):
+        if called.count(name) != 1 and not (module in optional and name not in called):
             times = "never" if name not in called else f"{called.count(name)} times"
             raise UsageError(f"{type(model).__name__}: {name} runs {times} in a forward pass, but must run once", hint=WORKING)
     modules = dict(units)
@@ -365,13 +365,13 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
     return found
 
 
-def _taken(
-    owner: nn.Module, left: dict[int, list[tuple[nn.Module, str, str]]], parts: Mapping[str, list[NamedPart]]
+def _take_parameters(
+    owner: nn.Module, unowned: dict[int, list[tuple[nn.Module, str, str]]], parts: Mapping[str, list[NamedPart]]
 ) -> Iterator[Slotted]:
     """Takes the parameters of `owner` out of those that no stage owns yet. One of experts is one tensor for each of its
     `parts`, if it has some."""
     for parameter in owner.parameters():
-        where = left.pop(id(parameter), None)
+        where = unowned.pop(id(parameter), None)
         if where is None:
             continue
         (holder, _, name), *_ = where

@@ -107,10 +107,10 @@ def laid_out(named: dict[str, Any], documents: Documents) -> dict[str, Any]:
     return named | {key: tree_map_only(torch.Tensor, among, named[key]) for key in _BY_POSITION if key in named}
 
 
-def check_arguments(name: str, rest: tuple[Any, ...], named: dict[str, Any], tokens: int) -> None:
+def check_arguments(name: str, positional: tuple[Any, ...], named: dict[str, Any], tokens: int) -> None:
     """Raises UsageError for a tensor that a block gets beside its input, and that may depend on positions in a way not known
     here."""
-    for key, given in (*named.items(), ("an argument without a name", rest)):
+    for key, given in (*named.items(), ("an argument without a name", positional)):
         for value in tree_leaves(given):
             by_position = key in _BY_POSITION and isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == (1, tokens)
             if isinstance(value, torch.Tensor) and key not in _OTHERS and not by_position:

@@ -50,7 +50,7 @@ class StageCall:
 
     name: str
     original: Callable[..., Any]
-    rest: tuple[Any, ...]
+    positional: tuple[Any, ...]
     named: dict[str, Any]
     key: str | None  # keyword of the input; None: the input is the first positional argument
     documents: Documents | None = None  # of the input's rows, which do not see each other; None: rows are whole
@@ -65,15 +65,15 @@ class StageCall:
         key = _input_key(args, kwargs, name)
         x = args[0] if key is None else kwargs[key]
         assert isinstance(x, torch.Tensor)
-        rest = args[1:] if key is None else args
-        call = cls(name, original, rest, {k: _of_one_row(k, v, x) for k, v in kwargs.items() if k != key}, key)
-        check_shared((call.rest, {k: v for k, v in call.named.items() if not _is_by_head(k, v)}), name)
+        positional = args[1:] if key is None else args
+        call = cls(name, original, positional, {k: _of_one_row(k, v, x) for k, v in kwargs.items() if k != key}, key)
+        check_shared((call.positional, {k: v for k, v in call.named.items() if not _is_by_head(k, v)}), name)
         return call, x
 
-    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> StageCall:
+    def map_tensors(self, place: Callable[[torch.Tensor], torch.Tensor]) -> StageCall:
         """Returns the same call with `place` applied to every tensor."""
-        rest, named = tree_map_only(torch.Tensor, place, (self.rest, self.named))
-        return replace(self, rest=rest, named=named)
+        positional, named = tree_map_only(torch.Tensor, place, (self.positional, self.named))
+        return replace(self, positional=positional, named=named)
 
     def output(self, x: torch.Tensor) -> Any:
         """Returns the output of the stage's own forward for `x`."""
@@ -83,8 +83,8 @@ class StageCall:
                 return whole.output(x)
         named = {key: _of_rows(key, value, x.shape[0]) for key, value in self.named.items()}
         if self.key is None:
-            return self.original(x, *self.rest, **named)
-        return self.original(*self.rest, **{self.key: x}, **named)
+            return self.original(x, *self.positional, **named)
+        return self.original(*self.positional, **{self.key: x}, **named)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         return boundary_of(self.output(x), self.name)
@@ -195,39 +195,39 @@ class Between(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = self.within = False
+        self.draws = self.in_stage = False
         self.operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
-        self.draws = self.draws or (not self.within and torch.Tag.nondeterministic_seeded in func.tags)
+        self.draws = self.draws or (not self.in_stage and torch.Tag.nondeterministic_seeded in func.tags)
         return func(*args, **(kwargs or {}))
 
 
 def stage_calls(
     model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shape: tuple[int, int], between: Between | None = None,
-    isolated: bool = False, made: list[Made] | None = None, again: bool = False,
+    isolated: bool = False, made: list[Made] | None = None, reuse: bool = False,
 ) -> list[tuple[StageCall, torch.Tensor]]:  # fmt: skip
     """Finds every call of one of `stages` (module to name) in the base model's forward, in order, with its fake input, for ids
-    of `shape`. `isolated`: each row is one document. `made` gets what each call returns. `again`: blocks that an earlier call
+    of `shape`. `isolated`: each row is one document. `made` gets what each call returns. `reuse`: blocks that an earlier call
     ran in another shape do not run. Raises UsageError for a call that cannot be streamed."""
     calls: list[tuple[StageCall, torch.Tensor]] = []
     between = between or Between()
     # Blocks are alike: only one of each sort runs, and the others return what it returned.
-    outputs: dict[object, Any] = _RETURNED.setdefault(model, {}) if again else {}
+    outputs: dict[object, Any] = _RETURNED.setdefault(model, {}) if reuse else {}
 
     def answer(module: nn.Module, call: StageCall, x: torch.Tensor) -> Any:
         if isolated:
-            check_arguments(call.name, call.rest, call.named, shape[1])
+            check_arguments(call.name, call.positional, call.named, shape[1])
             call = replace(call, documents=[[shape[1]]] * shape[0])
         calls.append((call, x))
         sort = (type(module), tuple(parameter.shape for parameter in module.parameters()))
         y, out = x, outputs.get(sort)
         if sort not in outputs:
-            between.within = True
+            between.in_stage = True
             with with_fake_parameters(module), _LooksBack(call.name):
                 out = call.output(x)
-            between.within = False
+            between.in_stage = False
             y = boundary_of(out, call.name)
             if y.shape == x.shape and y.dtype == x.dtype:
                 y, out = x, outputs.setdefault(sort, with_boundary(out, None, call.name))
@@ -270,10 +270,10 @@ class CallsByLength:
         self._made: list[Made] = []  # what each call returns
 
     def of(
-        self, parts: Sequence[MicroBatch], width: int, placed: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+        self, parts: Sequence[MicroBatch], width: int, place: Callable[[torch.Tensor], torch.Tensor], device: torch.device
     ) -> tuple[Sequence[StageCall] | None, ...]:
         """Returns the calls of each micro-batch; None for one that is as wide as the whole batch, `width` tokens, if its
-        longest row does not matter. `placed`: brings a tensor to where stages compute; `device`: where the model's own forward
+        longest row does not matter. `place`: brings a tensor to where stages compute; `device`: where the model's own forward
         computes."""
         seen: dict[tuple[int, int], list[StageCall]] = {}
         calls: list[Sequence[StageCall] | None] = []
@@ -283,7 +283,7 @@ class CallsByLength:
                 continue
             key = part.width, part.longest if self._by_length else part.width
             if key not in seen:
-                seen[key] = [call.placed(placed) for call, _ in self.called(*key, device)]
+                seen[key] = [call.map_tensors(place) for call, _ in self.called(*key, device)]
             calls.append(seen[key])
         return tuple(calls)
 
@@ -521,19 +521,19 @@ _LEAVES = (*_WITHOUT_PARTS, *_CODE)
 class ModuleState:
     """Remembers what modules hold at the time it is made.
 
-    Make it while the model is as loaded, after its buffers were placed on their device. `without`: modules that are left out,
+    Make it while the model is as loaded, after its buffers were placed on their device. `excluded`: modules that are left out,
     with all that is under them. `writes`: tensors may be written into (not so on fake tensors).
     """
 
-    def __init__(self, root: nn.Module, *, name: str = "", without: Container[nn.Module] = (), writes: bool = True) -> None:
+    def __init__(self, root: nn.Module, *, name: str = "", excluded: Container[nn.Module] = (), writes: bool = True) -> None:
         self._holders: list[tuple[str, dict[Any, Any] | list[Any] | deque[Any] | set[Any], Any, bool]] = []
         self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor | None]] = {}
         self._seen: set[int] = set()
-        self._kept: list[object] = []  # what `_seen` holds the addresses of
-        self._without, self._writes = without, writes
+        self._looked_at: list[object] = []  # what `_seen` holds the addresses of
+        self._excluded, self._writes = excluded, writes
         self._look(name or type(root).__name__, root)
         self._seen.clear()
-        self._kept.clear()
+        self._looked_at.clear()
 
     def put_back(self) -> list[str]:
         """Gives everything back what it held, and returns the names of what had changed. Raises UsageError for a tensor that
@@ -567,11 +567,11 @@ class ModuleState:
         if isinstance(value, (*_WITHOUT_PARTS, *_CODE, *_SHARED)) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        self._kept.append(value)
+        self._looked_at.append(value)
         if isinstance(value, torch.Tensor):
             self._note(name, value)
         elif isinstance(value, nn.Module):
-            if value not in self._without:
+            if value not in self._excluded:
                 self._look_into_module(name, value)
         elif isinstance(value, dict):
             self._hold(name, value, dict(value))

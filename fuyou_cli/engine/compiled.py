@@ -66,26 +66,26 @@ class CompiledBlocks(Activations):
 
     def __init__(self, backend: str = "inductor", *, say: Callable[[str], None] = lambda text: None) -> None:
         self.graphs = 0
-        self._backend, self._say, self._told = backend, say, False
+        self._backend, self._say, self._said = backend, say, False
         self._forwards: dict[type[nn.Module], Callable[..., Any]] = {}
 
     def of(self, block: nn.Module) -> Callable[..., Any]:
         """Returns the replacement for the block's own forward."""
         return partial(self._call, block)
 
-    def activations(self, context: Context, others: Sequence[Activations]) -> list[Activations]:
-        """Returns the activations of every stage. `others`: of those that are no blocks."""
+    def activations(self, context: Context, uncompiled: Sequence[Activations]) -> list[Activations]:
+        """Returns the activations of every stage. `uncompiled`: of those that are no blocks."""
         model, plan = context.model, context.plan
         layouts = device_layouts(model, plan.group, tuple(stage.kept_there for stage in plan.stages))
 
-        def of(stage: StageSpec, other: Activations) -> Activations:
+        def of(stage: StageSpec, uncompiled_one: Activations) -> Activations:
             if stage.kind != "block":
-                return other
+                return uncompiled_one
             if not plan.stages[stage.index].kept_there:
                 return self
             return KeptGraphs(layouts[stage.index][1].size, twice=plan.norm_first, too_large=self._too_large)
 
-        return list(map(of, model.stages, others))
+        return list(map(of, model.stages, uncompiled))
 
     def _call(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException
@@ -102,11 +102,11 @@ class CompiledBlocks(Activations):
                 hint="leave train.compile false; on a CPU torch needs g++ to compile, on a GPU Triton",
             ) from error
 
-    def _too_large(self, size: int, left: int) -> None:
-        if not self._told:
-            self._told = True
+    def _too_large(self, size: int, room: int) -> None:
+        if not self._said:
+            self._said = True
             self._say(
-                f"note: the graph of a compiled block takes {gib(size)}, and the plan has {gib(left)} left for it. It is not "
+                f"note: the graph of a compiled block takes {gib(size)}, and the plan has {gib(room)} left for it. It is not "
                 "kept: backward runs the block's forward again, and steps take longer than planned. `fuyou bench RECIPE` "
                 "measures how large graphs are, for the next run; offload.activations=recompute plans without them"
             )
@@ -148,13 +148,13 @@ class _Reference:
 
 
 class _Saved:
-    """Packs what autograd saves. `size`: bytes that a graph holds, as a device's allocator rounds them. `others`: storages that
-    other graphs hold, which are not counted again."""
+    """Packs what autograd saves. `size`: bytes that a graph holds, as a device's allocator rounds them. `counted`: storages
+    that other graphs hold, which are not counted again."""
 
-    def __init__(self, others: Set[int] = frozenset()) -> None:
+    def __init__(self, counted: Set[int] = frozenset()) -> None:
         self.size = 0
         self.held = set[int]()  # storages that the graph holds, so that no other gets their address
-        self._others = others
+        self._counted = counted
         self._brought: list[torch.Tensor] = []  # by a visit that is under way
         self._first: dict[int, int] = {}  # by storage: the first of them that lies in it
 
@@ -173,7 +173,7 @@ class _Saved:
         if number is not None and tensor.dtype == self._brought[number].dtype:
             begin = int(self._brought[number].storage_offset())
             return _Reference(number, int(tensor.storage_offset()) - begin, tensor.shape, tensor.stride())
-        if storage._cdata not in self.held and storage._cdata not in self._others:
+        if storage._cdata not in self.held and storage._cdata not in self._counted:
             self.held.add(storage._cdata)
             self.size += align_up(storage.nbytes(), DEVICE_ALIGN)
         return tensor
@@ -264,7 +264,7 @@ class KeptGraphs(Activations):
         self._graphs[micro_batch] = _Graph(saved, y.shape, get_gradient_edge(y), inputs, self._twice)
         return y.detach()
 
-    def again(
+    def recompute(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         graph = self._graphs.get(micro_batch)

@@ -58,8 +58,8 @@ class ComputeWeights:
 
     def flat(self, owner: int, span: Span, generation: int) -> torch.Tensor:
         """Returns the weights of `owner` (1-D, compute dtype) for compute submitted from now on."""
-        if (updated_there := self._states.weights(owner)) is not None:
-            return updated_there
+        if (on_device := self._states.weights(owner)) is not None:
+            return on_device
         stage, at_rest = self.model.stages[owner], self._at_rest(owner, span)
         if self.device.separate:
             uploaded = self._upload(owner, at_rest, generation)
@@ -84,11 +84,11 @@ class ComputeWeights:
         places = self.turns if home is None else (home,)
         return any((place.owner, place.generation) == (owner, generation) for place in places)
 
-    def computed(self, owner: int) -> None:
+    def note_compute(self, owner: int) -> None:
         """Makes the next copy over these weights wait for the visit that was submitted last."""
         for uploaded in self._places:
             if uploaded.owner == owner:
-                uploaded.used = self.device.computed()
+                uploaded.used = self.device.compute_end()
 
     def forget(self, owner: int) -> None:
         """Forgets the copy of `owner` on the device: the next visit computes with other rows of a table."""
@@ -131,8 +131,8 @@ class ComputeWeights:
         if (target.owner, target.generation) == (owner, generation):
             return target
         target.owner, target.generation = owner, generation
-        there = target.memory.view(host.dtype)[: host.numel()]
-        target.arrived = self.device.upload(host, there, after=target.used, bulk=True)
+        place = target.memory.view(host.dtype)[: host.numel()]
+        target.arrived = self.device.upload(host, place, after=target.used, bulk=True)
         return target
 
 
@@ -266,8 +266,8 @@ class DeviceDecoder(Decoder):
         step = self._at_once // unit * unit
         if kind == "mxfp4":
             step = step * MXFP4_BLOCK // NF4_BLOCK  # its blocks are smaller, and there is room for so many
-        known = {"int8": self._int8, "fp8": self._fp8, "mxfp4": self._mxfp4}
-        decoded = known.get(kind, partial(self._nf4, kind))
+        decoders = {"int8": self._int8, "fp8": self._fp8, "mxfp4": self._mxfp4}
+        decoded = decoders.get(kind, partial(self._nf4, kind))
         for begin in range(0, at.numel, step):
             end = min(begin + step, at.numel)
             values[begin:end].copy_(decoded(bank, at, begin, end))
@@ -286,11 +286,11 @@ class DeviceDecoder(Decoder):
         scales = part(bank, at.maxima, torch.float32).view(-1, across)[begin // at.columns // FP8_BLOCK :]
         for row, last_row, high in _squares(matrix.shape[0]):
             for column, last_column, wide in _squares(at.columns):
-                there = scales[row // FP8_BLOCK :, column // FP8_BLOCK :][
+                of_squares = scales[row // FP8_BLOCK :, column // FP8_BLOCK :][
                     : (last_row - row) // high, : (last_column - column) // wide
                 ]
                 squares = matrix[row:last_row, column:last_column].unflatten(1, (-1, wide)).unflatten(0, (-1, high))
-                squares.mul_(there[:, None, :, None])
+                squares.mul_(of_squares[:, None, :, None])
         return decoded
 
     def _mxfp4(self, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:

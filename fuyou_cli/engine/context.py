@@ -44,7 +44,7 @@ class HostMemory:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._whole: dict[torch.dtype, torch.Tensor] = {}
+        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
     @cached_property
     def _begin(self) -> int:
@@ -55,12 +55,12 @@ class HostMemory:
         flat = torch.frombuffer(self.arena.view(span.offset, span.size), dtype=dtype)
         return flat if count is None else flat[:count]
 
-    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+    def all_of(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns all of the arena as a flat tensor, as far as whole elements of `dtype` go."""
-        if dtype not in self._whole:
+        if dtype not in self._by_dtype:
             size = self.arena.size // dtype.itemsize * dtype.itemsize
-            self._whole[dtype] = torch.frombuffer(self.arena.view(0, size), dtype=dtype)
-        return self._whole[dtype]
+            self._by_dtype[dtype] = torch.frombuffer(self.arena.view(0, size), dtype=dtype)
+        return self._by_dtype[dtype]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in the arena, which a device may have pinned."""

@@ -28,7 +28,7 @@ from .devices.base import Device, Event, Moment
 from .moves import Waiting
 
 Source = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
-Beside = Callable[[int], None]
+AfterUpload = Callable[[int], None]
 
 
 @dataclass(slots=True)
@@ -62,23 +62,23 @@ class Crossings:
         self.staged = 0
         self.computing: Computing | None = None  # records micro-batches, for a trace
 
-    def begun(self, host: torch.Tensor) -> torch.Tensor:
+    def room_for(self, host: torch.Tensor) -> torch.Tensor:
         """Makes room on the device for the first result of a visit for this part of a whole batch, which `put` fills."""
         if self.across or not host.is_contiguous():
             return self.device.empty_like(torch.empty(host.shape, dtype=host.dtype, device="meta"))
         return host
 
-    def placed(self, value: torch.Tensor) -> torch.Tensor:
+    def beside_batch(self, value: torch.Tensor) -> torch.Tensor:
         """Returns ids or targets of the whole batch where a visit wants them: on the device if the batch is there."""
         if not self.on_device:
             return value
-        return self.told(value)
+        return self.upload_now(value)
 
-    def told(self, value: torch.Tensor) -> torch.Tensor:
+    def upload_now(self, value: torch.Tensor) -> torch.Tensor:
         """Returns on the device what the host knows of the batch, before anything is submitted."""
         if self.device.separate:
             self.count_staged(value)
-        return self.device.told(value)
+        return self.device.upload_now(value)
 
     def count_staged(self, tensor: torch.Tensor) -> None:
         self.staged += 2 * tensor.numel() * tensor.element_size()
@@ -94,7 +94,7 @@ class Inputs:
         self._places = [_Place(device.empty(size)) for _ in range(places)]
         self._computing: _Place | None = None  # the one whose compute is submitted, or will be next
         self._next: _Place | None = None
-        self._begun = deque[Event]()  # one event per micro-batch: the end of the compute before it
+        self._compute_ends = deque[Event]()  # one event per micro-batch: the end of the compute before it
 
     def upload(self, host: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Starts the copy of one micro-batch's boundary. Call it at most once between two turns."""
@@ -110,21 +110,21 @@ class Inputs:
     def turn(self) -> None:
         """Notes that another micro-batch is about to compute. Limits how far the host runs ahead, and so the device's
         memory."""
-        before = self._device.computed()
+        before = self._device.compute_end()
         if self._computing is not None:
             self._computing.used = before
         self._computing, self._next = self._next, None
-        self._begun.append(before)
-        if len(self._begun) > self._most_ahead:
-            self._begun.popleft().synchronize()  # sync: one or two micro-batches behind; the device does not wait for it
+        self._compute_ends.append(before)
+        if len(self._compute_ends) > self._most_ahead:
+            self._compute_ends.popleft().synchronize()  # sync: one or two micro-batches behind; the device does not wait for it
 
 
 class Arriving:
-    """Brings the inputs of one visit's micro-batches, in order. The first is on its way. `beside` is called with each
+    """Brings the inputs of one visit's micro-batches, in order. The first is on its way. `after_upload` is called with each
     micro-batch after its upload was submitted. `uploads`: the uploads of all visits so far."""
 
-    def __init__(self, crossings: Crossings, sources: Iterable[Source], beside: Beside) -> None:
-        self._crossings, self._sources, self._beside = crossings, iter(sources), beside
+    def __init__(self, crossings: Crossings, sources: Iterable[Source], after_upload: AfterUpload) -> None:
+        self._crossings, self._sources, self._after_upload = crossings, iter(sources), after_upload
         self._number = 0
         self.uploads: list[Event] = []
         self._separate = crossings.device.separate
@@ -133,22 +133,22 @@ class Arriving:
     def take(self) -> list[torch.Tensor]:
         """Returns the inputs of the next micro-batch, to compute with from now on. Starts the upload of the one after it."""
         if (computing := self._crossings.computing) is None:
-            return self._taken()
+            return self._next_inputs()
         computing.end()
-        taken = self._taken()
+        inputs = self._next_inputs()
         computing.begin()
-        return taken
+        return inputs
 
-    def _taken(self) -> list[torch.Tensor]:
+    def _next_inputs(self) -> list[torch.Tensor]:
         if not self._separate:
             return next(self._sources)()
         if self._crossings.inputs is not None:
             self._crossings.inputs.turn()
-        here, self._ahead = self._ahead, self._begin()
+        inputs, self._ahead = self._ahead, self._begin()
         with self._crossings.waiting(BOUNDARIES_ACROSS):
-            for _, arrived in here:
+            for _, arrived in inputs:
                 arrived.wait()
-        return [tensor for tensor, _ in here]
+        return [tensor for tensor, _ in inputs]
 
     def _begin(self) -> list[tuple[torch.Tensor, Event]]:
         """Asks for uploads before the compute of the previous micro-batch is submitted, so that they run after all earlier
@@ -156,28 +156,28 @@ class Arriving:
         source = next(self._sources, None)
         if source is None:
             return []
-        begun = self._there(source()) if self._crossings.on_device else self._up(source())
-        self.uploads += [event for _, event in begun]
-        self._beside(self._number)
+        uploads = self._upload_from_arena(source()) if self._crossings.on_device else self._upload_by_slot(source())
+        self.uploads += [event for _, event in uploads]
+        self._after_upload(self._number)
         self._number += 1
-        return begun
+        return uploads
 
-    def _there(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
+    def _upload_from_arena(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
         """Uploads tensors that are in the arena. All others are on the device already."""
         inputs, memory = self._crossings.inputs, self._crossings.memory
         assert inputs is not None
         return [inputs.upload(tensor) if memory.holds(tensor) else (tensor, Event()) for tensor in tensors]
 
-    def _up(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
+    def _upload_by_slot(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
         slots, device = self._crossings.slots, self._crossings.device
         slot = slots[self._number % len(slots)]
-        begun = []
+        uploads = []
         for host in self._pinned(slot, tensors):
             target = device.empty_like(host)
-            begun.append((target, device.upload(host, target)))
-        if begun:
-            slot.used = begun[-1][1]
-        return begun
+            uploads.append((target, device.upload(host, target)))
+        if uploads:
+            slot.used = uploads[-1][1]
+        return uploads
 
     def _pinned(self, slot: _Place, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies the tensors that are not in the arena into this turn's slot, as far as they fit."""
@@ -195,10 +195,10 @@ class Arriving:
         return pinned
 
 
-def clear_padding(whole: torch.Tensor, micro_batch: MicroBatch) -> None:
+def clear_padding(batch: torch.Tensor, micro_batch: MicroBatch) -> None:
     """Makes what a micro-batch does not compute of its rows zero: the model's own forward may add it up with other rows."""
-    if micro_batch.width < whole.shape[1]:
-        whole[micro_batch.rows, micro_batch.width :].zero_()
+    if micro_batch.width < batch.shape[1]:
+        batch[micro_batch.rows, micro_batch.width :].zero_()
 
 
 class Leaving:
@@ -208,15 +208,15 @@ class Leaving:
         self._device, self._waiting, self._across = crossings.device, crossings.waiting, crossings.across
         self._batches, self._memory = crossings.batches, crossings.memory
         # Results on their way to the host: held so that their device memory is not reused before the copy ends.
-        self._beside: list[tuple[torch.Tensor, Event]] = []  # of the micro-batch under way
+        self._input_copies: list[tuple[torch.Tensor, Event]] = []  # of the micro-batch under way
         self._under_way: list[list[tuple[torch.Tensor, Event]]] = []  # by micro-batch
 
     def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Sends `part`, the micro-batch's result on the device, to `host`, in its dtype. Its compute is submitted, and nobody
         writes into it any more. If nothing is copied, it may be in its place already."""
         if self._across and not host.is_contiguous():  # some tokens of each row
-            for row, there in zip(part, host, strict=True):
-                self.put(row, there)
+            for row, place in zip(part, host, strict=True):
+                self.put(row, place)
         elif self._across:
             self._submit(part.detach().to(host.dtype).contiguous(), host)
         elif part.data_ptr() != host.data_ptr():
@@ -232,7 +232,7 @@ class Leaving:
         if not self._across:
             return self._batches.copied(part, lambda source: self._device.download(source, host))
         event = self._device.download(part, host)
-        self._beside.append((part, event))
+        self._input_copies.append((part, event))
         return event
 
     def settle(self) -> None:
@@ -243,8 +243,8 @@ class Leaving:
     def _submit(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Sends the last results of a micro-batch. The host waits for those of the one before, which bounds the device's
         memory."""
-        self._under_way.append([*self._beside, (part, self._device.download(part, host))])
-        self._beside.clear()
+        self._under_way.append([*self._input_copies, (part, self._device.download(part, host))])
+        self._input_copies.clear()
         while len(self._under_way) > 1:
             self._arrive()
 
@@ -263,24 +263,24 @@ class Gathering:
         """`shape`: rows and tokens of the whole batch come first."""
         self.leaving, self._crossings, self._shape = Leaving(crossings), crossings, tuple(shape[:2])
         self._as_it_is = not crossings.device.separate
-        self._whole: torch.Tensor | None = None
+        self._batch: torch.Tensor | None = None
 
     def put(self, micro_batch: MicroBatch, part: torch.Tensor) -> None:
         """Puts a part in its place. `part`: (rows, tokens, ...) on the device. On device cpu it may be the whole, and is not
         copied."""
         if self._as_it_is and tuple(part.shape[:2]) == self._shape:
-            self._whole = part
+            self._batch = part
             return
-        if self._whole is None:
-            self._whole = self._crossings.batches.lend((*self._shape, *part.shape[2:]), part.dtype)
-        clear_padding(self._whole, micro_batch)
-        self.leaving.put(part, micro_batch.of(self._whole))
+        if self._batch is None:
+            self._batch = self._crossings.batches.lend((*self._shape, *part.shape[2:]), part.dtype)
+        clear_padding(self._batch, micro_batch)
+        self.leaving.put(part, micro_batch.of(self._batch))
 
     def settled(self) -> torch.Tensor:
         """Returns the whole batch, once every part is there."""
         self.leaving.settle()
-        assert self._whole is not None
-        return self._whole
+        assert self._batch is not None
+        return self._batch
 
 
 # ---- memory of whole batches --------------------------------------------------------------------------------------
@@ -297,37 +297,37 @@ class WholeBatches:
     def __init__(
         self,
         spans: tuple[Span, ...],
-        made: Callable[[Span, int], Lent],
-        beside: Callable[[Shape, torch.dtype], torch.Tensor],
-        whole: torch.Tensor | None = None,
+        lend_span: Callable[[Span, int], Lent],
+        allocate: Callable[[Shape, torch.dtype], torch.Tensor],
+        memory: torch.Tensor | None = None,
     ) -> None:
-        """Takes two functions: `made` lends a span, `beside` makes a tensor if none is free. `whole`: the device memory that
-        the spans are part of."""
-        self._spans, self._made, self._beside, self.whole = list(spans), made, beside, whole
+        """Takes two functions: `lend_span` lends one, `allocate` makes a tensor if none is free. `memory`: the device memory
+        that the spans are part of."""
+        self._spans, self._lend_span, self._allocate, self.memory = list(spans), lend_span, allocate, memory
         self._lent: dict[int, weakref.ref[object]] = {}  # by offset: the object that lives as long as the loan
         self._read: dict[int, list[Event]] = {}  # copies out of a span, which must end before it is written again
 
     @classmethod
     def in_arena(cls, memory: HostMemory, spans: tuple[Span, ...]) -> WholeBatches:
-        def made(span: Span, size: int) -> Lent:
+        def lend_span(span: Span, size: int) -> Lent:
             view = memory.arena.view(span.offset, size)
             return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view)  # only the tensor's memory holds it
 
-        return cls(spans, made, whole_batch)
+        return cls(spans, lend_span, whole_batch)
 
     @classmethod
     def on_device(cls, device: Device, spans: tuple[Span, ...]) -> WholeBatches:
-        whole = device.empty(max(span.offset + span.size for span in spans))
+        memory = device.empty(max(span.offset + span.size for span in spans))
 
-        def made(span: Span, size: int) -> Lent:
+        def lend_span(span: Span, size: int) -> Lent:
             # A tensor over the same memory with its own storage, which lives as long as the tensor's last view.
-            flat = from_dlpack(whole[span.offset : span.offset + size])
+            flat = from_dlpack(memory[span.offset : span.offset + size])
             return flat, weakref.ref(flat.untyped_storage())
 
-        def beside(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        def allocate(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
             return device.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-        return cls(spans, made, beside, whole)
+        return cls(spans, lend_span, allocate, memory)
 
     def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor of the whole batch, zeros or uninitialized, for compute submitted from now on. It lies in the free
@@ -341,19 +341,19 @@ class WholeBatches:
                 self._spans.append(self._spans.pop(number))
                 for event in self._read.pop(span.offset, []):
                     event.wait()
-                flat, self._lent[span.offset] = self._made(span, size)
+                flat, self._lent[span.offset] = self._lend_span(span, size)
                 return flat.view(dtype).view(shape)
-        return self._beside(shape, dtype)
+        return self._allocate(shape, dtype)
 
     def copied(self, part: torch.Tensor, copy: Callable[[torch.Tensor], Event]) -> Event:
         """Notes a copy from what may be a part of a span (contiguous). The next user of the span waits for the copy."""
-        if self.whole is None:
+        if self.memory is None:
             return copy(part)
-        place = part.data_ptr() - self.whole.data_ptr()
+        place = part.data_ptr() - self.memory.data_ptr()
         for span in self._spans:
             if span.offset <= place < span.offset + span.size:
                 size = part.numel() * part.element_size()
-                event = copy(self.whole[place : place + size].view(part.dtype).view(part.shape))
+                event = copy(self.memory[place : place + size].view(part.dtype).view(part.shape))
                 self._read.setdefault(span.offset, []).append(event)
                 return event
         return copy(part)
@@ -362,7 +362,7 @@ class WholeBatches:
 # ---- when each micro-batch computed -------------------------------------------------------------------------------
 # Records when each micro-batch of each visit computed, on the device's own time.
 
-_MOST = 1 << 16  # micro-batches of a step that are remembered at most
+_MOST_RECORDED = 1 << 16  # micro-batches of a step that are remembered at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +398,7 @@ class Computing:
     def leave(self, phase: str, stage: int) -> None:
         """Ends the visit."""
         self.end()
-        room = _MOST - len(self._seen)
+        room = _MOST_RECORDED - len(self._seen)
         self._seen += [(phase, stage, number, *marks) for number, marks in enumerate(self._visit[: max(0, room)])]
         self._visit.clear()
 

@@ -44,15 +44,16 @@ def is_plain(module: nn.Module | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """Describes what one micro-batch looks up in a table, or in one piece of it. All tensors but `known` are on the device."""
+class LookedUpIds:
+    """Describes what one micro-batch looks up in a table, or in one piece of it. All tensors but `distinct_on_host` are on the
+    device."""
 
-    here: torch.Tensor | None  # places of these ids among the micro-batch's tokens; None: all tokens
+    places: torch.Tensor | None  # places of these ids among the micro-batch's tokens; None: all tokens
     distinct: torch.Tensor  # distinct ids in rising order
-    known: torch.Tensor  # the same in host memory
+    distinct_on_host: torch.Tensor  # the same in host memory
 
 
-OfMicroBatches = Sequence[Sequence[Looked]]  # indexed by micro-batch and piece
+OfMicroBatches = Sequence[Sequence[LookedUpIds]]  # indexed by micro-batch and piece
 
 
 class StepIds:
@@ -68,19 +69,20 @@ class StepIds:
         where these end."""
         self._ids: tuple[torch.Tensor, int] | None = None  # and their version: the model's code may change them in place
         sizes = [part.numel() for part in parts]
-        self._begins = {place: number for number, place in enumerate(begins)}
+        self._micro_batch_at = {place: number for number, place in enumerate(begins)}
         rows: Sequence[tuple[int, int] | None] = pieces or [None]
-        known = [[_known(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]
+        in_rows = [[_ids_in_rows(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]
         # The size does not depend on the ids, because a plan charges it.
         table = torch.zeros((2 if pieces else 1) * sum(sizes), dtype=torch.long)
-        found, end = [tensor for part in known for of_piece in part for tensor in of_piece if tensor is not None], 0
+        found, end = [tensor for part in in_rows for of_piece in part for tensor in of_piece if tensor is not None], 0
         for tensor in found:
             table[end : end + tensor.numel()] = tensor
             end += tensor.numel()
-        self._known, self._firsts = known, [first for first, _ in pieces] or [0]
-        left = iter(place(table)[:end].split([tensor.numel() for tensor in found]))
+        self._in_rows, self._firsts = in_rows, [first for first, _ in pieces] or [0]
+        placed = iter(place(table)[:end].split([tensor.numel() for tensor in found]))
         self.looked: OfMicroBatches = [
-            [Looked(None if here is None else next(left), next(left), distinct) for here, distinct in part] for part in known
+            [LookedUpIds(None if places is None else next(placed), next(placed), distinct) for places, distinct in part]
+            for part in in_rows
         ]
 
     def are(self, ids: torch.Tensor) -> None:
@@ -90,7 +92,7 @@ class StepIds:
     def rows(self) -> list[torch.Tensor]:
         """Returns the distinct rows of each piece, or of the whole table, that all micro-batches look up: 1-D, in host memory,
         counted from the piece's own first row."""
-        by_piece = zip(*([distinct for _, distinct in part] for part in self._known), strict=True)
+        by_piece = zip(*([distinct for _, distinct in part] for part in self._in_rows), strict=True)
         return [torch.cat(found).unique() - first for found, first in zip(by_piece, self._firsts, strict=True)]
 
     def part(self, ids: torch.Tensor) -> OfMicroBatches | None:
@@ -100,29 +102,29 @@ class StepIds:
         if given._version != version or given.device != ids.device or not ids.is_contiguous():
             return None
         first = (ids.data_ptr() - given.data_ptr()) // given.element_size()
-        begin, end = (self._begins.get(place) for place in (first, first + ids.numel()))
+        begin, end = (self._micro_batch_at.get(place) for place in (first, first + ids.numel()))
         return None if begin is None or end is None else self.looked[begin:end]
 
 
-def _known(ids: torch.Tensor, rows: tuple[int, int] | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _ids_in_rows(ids: torch.Tensor, rows: tuple[int, int] | None) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Finds which ids (host memory) are in these rows, and the distinct ones among them."""
     if rows is None:
         return None, ids.unique()
-    here = ((ids >= rows[0]) & (ids < rows[1])).nonzero().view(-1)
-    return here, ids[here].unique()
+    places = ((ids >= rows[0]) & (ids < rows[1])).nonzero().view(-1)
+    return places, ids[places].unique()
 
 
 def add_rows(
-    module: nn.Embedding, run: Callable[[torch.Tensor], Any], looked: Looked, ids: torch.Tensor, grad: torch.Tensor,
+    module: nn.Embedding, run: Callable[[torch.Tensor], Any], looked: LookedUpIds, ids: torch.Tensor, grad: torch.Tensor,
     into: GradientSum, *, first: int,
 ) -> None:  # fmt: skip
     """Adds the gradient of one micro-batch's lookup: one row per distinct id.
 
     ids: (tokens,) int64, of the whole micro-batch; grad: (tokens, hidden). `first`: the id of the sum's first row.
     """
-    if looked.here is not None:
-        ids, grad = ids[looked.here], grad[looked.here]
-    distinct, padding = looked.distinct, _place_of_padding(module, looked.known)
+    if looked.places is not None:
+        ids, grad = ids[looked.places], grad[looked.places]
+    distinct, padding = looked.distinct, _place_of_padding(module, looked.distinct_on_host)
     renumbered = torch.searchsorted(distinct, ids)
     if is_plain(module):  # the kernel sums in the same order as a dense embedding backward
         size = distinct.numel()
@@ -340,11 +342,11 @@ def _pieces(stage: Stage, vocabulary: int, rows: int) -> Iterator[Stage]:
         yield Stage.packed(f"{stage.name}[{begin}:{end}]", stage.kind, stage.module, parameters, (begin, end))
 
 
-def _rows_of(whole: TensorSpec, begin: int, end: int) -> TensorSpec:
+def _rows_of(tensor: TensorSpec, begin: int, end: int) -> TensorSpec:
     """Returns some rows of a tensor, or some experts of one that holds all of them."""
-    width = whole.numel // whole.shape[0]
-    shape = (end - begin, *whole.shape[1:])
-    return replace(whole, shape=shape, numel=(end - begin) * width, first=begin * width, whole=whole.shape)
+    width = tensor.numel // tensor.shape[0]
+    shape = (end - begin, *tensor.shape[1:])
+    return replace(tensor, shape=shape, numel=(end - begin) * width, first=begin * width, whole=tensor.shape)
 
 
 # ---- ranges of experts ---------------------------------------------------------------------------------------------
@@ -382,21 +384,21 @@ class Sent:
         """Returns what the block of these parameters has just sent, and forgets it."""
         (noting,) = parameters.banks
         assert isinstance(noting, Noting)
-        return cls(*noting.taken())
+        return cls(*noting.pop_sent())
 
     @classmethod
-    def of(cls, packed: torch.Tensor, width: int, each: int) -> Sent:
-        """Reads what `packed` returned. `each`: experts of a token."""
+    def of(cls, packed: torch.Tensor, width: int, choices: int) -> Sent:
+        """Reads what `packed` returned. `choices`: experts of a token."""
         flat, item = packed.reshape(-1, packed.shape[-1]), packed.element_size()
-        hidden, chosen, weights = flat.split((width, each, flat.shape[1] - width - each), 1)
-        dtype = packed.dtype if weights.shape[1] == each else torch.float32
+        hidden, chosen, weights = flat.split((width, choices, flat.shape[1] - width - choices), 1)
+        dtype = packed.dtype if weights.shape[1] == choices else torch.float32
         return cls(hidden, chosen.contiguous().view(_CHOICE[item]).long(), weights.contiguous().view(dtype))
 
     @property
     def columns(self) -> int:
         """Counts the columns of what `packed` returns."""
-        each, item = self.weights.shape[1], self.hidden.element_size()
-        return self.hidden.shape[1] + each + each * self.weights.element_size() // item
+        choices, item = self.weights.shape[1], self.hidden.element_size()
+        return self.hidden.shape[1] + choices + choices * self.weights.element_size() // item
 
     def packed(self, rows: int) -> torch.Tensor:
         """Returns all of it as one tensor in the dtype of the hidden state, (rows, tokens of a row, columns)."""
@@ -428,7 +430,7 @@ class ExpertRows:
     route: Route  # that sends all of them to it
 
     @classmethod
-    def each(cls, chosen: torch.Tensor, begin: int, end: int, experts: int) -> Iterator[ExpertRows]:
+    def by_expert(cls, chosen: torch.Tensor, begin: int, end: int, experts: int) -> Iterator[ExpertRows]:
         """Yields the rows of the experts from `begin` to `end` that have some, of `experts`. On fake tensors all tokens go to
         one of them: more memory no routing takes."""
         route, number = Route.of(chosen, experts), end - begin
@@ -457,7 +459,7 @@ def add_outputs(
     """Adds the weighted outputs of a range's experts. sums: (tokens, width) float32. Calls `inside` after each expert."""
     assert stage.expert_range is not None and stage.module is not None
     bank = _bank(parameters)
-    for rows in ExpertRows.each(sent.chosen, *stage.expert_range):
+    for rows in ExpertRows.by_expert(sent.chosen, *stage.expert_range):
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1)
         found = outputs(stage.module, bank, sent.hidden.index_select(0, rows.tokens), shares, rows.route)
         sums.index_add_(0, rows.tokens, found.to(sums.dtype))  # no token twice
@@ -473,7 +475,7 @@ def differentiate(
     `inside` after each expert."""
     assert stage.expert_range is not None and stage.module is not None
     bank, width, wanted = _bank(parameters), sent.hidden.shape[1], sums is not None
-    for rows in reversed(list(ExpertRows.each(sent.chosen, *stage.expert_range))):  # as ranges are visited
+    for rows in reversed(list(ExpertRows.by_expert(sent.chosen, *stage.expert_range))):  # as ranges are visited
         x = sent.hidden.index_select(0, rows.tokens).requires_grad_(wanted)
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1).requires_grad_(wanted)
         with torch.enable_grad():
@@ -569,7 +571,7 @@ def _by_forward(stage: Stage, run: Any, x: torch.Tensor) -> str:
     try:
         with added:
             y = run(x)
-        sent = Sent(*noting.taken())
+        sent = Sent(*noting.pop_sent())
     finally:
         place(module, None)
     if added.misused or not added.made_of(y):

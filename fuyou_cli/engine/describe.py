@@ -82,17 +82,17 @@ class LiveBytes(TorchDispatchMode):
         self.live = self._mapped = 0
         self.peak: int = 0
         self.mapped_peak: int = 0
-        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
+        self._seen: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
 
-    def _taken(self, size: int, mapped: int) -> None:
+    def _add(self, size: int, mapped: int) -> None:
         self.live += size
         self._mapped += mapped
         self.mapped_peak = max(self.mapped_peak, self._mapped)
 
-    def _dropped(self, key: int, size: int, mapped: int = 0) -> None:
+    def _drop(self, key: int, size: int, mapped: int = 0) -> None:
         self.live -= size
         self._mapped -= mapped
-        self._known.discard(key)
+        self._seen.discard(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -100,18 +100,18 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
                 key = storage._cdata
-                if key not in self._known:
-                    self._known.add(key)
+                if key not in self._seen:
+                    self._seen.add(key)
                     one, number = (storage.nbytes(), 1) if self._short is None else self._short.charged(storage.nbytes())
                     size = number * alive(one)
                     mapped = size if one >= MAPPED else 0
-                    self._taken(size, mapped)
-                    weakref.finalize(storage, self._dropped, key, size, mapped)
-        self.peak = max(self.peak, self.live + _beside(func, (args, kwargs, out)))
+                    self._add(size, mapped)
+                    weakref.finalize(storage, self._drop, key, size, mapped)
+        self.peak = max(self.peak, self.live + _kernel_room(func, (args, kwargs, out)))
         return out
 
 
-def _beside(func: Any, values: object) -> int:
+def _kernel_room(func: Any, values: object) -> int:
     """Returns the bytes that a kernel takes for itself while it works on these tensors. Pointwise kernels and the loss take
     none."""
     if func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _WITHOUT_ROOM:
@@ -210,7 +210,7 @@ def _all_costs(
     """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Then
     those of what a block sends to its experts where these are stages of their own. Equal blocks run once."""
     rows = shape if short is None else (short.rows, short.tokens)
-    found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated, again=True)
+    found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated, reuse=True)
     calls = {call.name: (call, x) for call, x in found}
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
@@ -259,21 +259,21 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
         x = x.detach()
         flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
 
-        def one(parameters: Installed) -> None:
+        def run_forward(parameters: Installed) -> None:
             y = call.run(x)
             if stage.cut is not None:
                 Sent.by(parameters).packed(x.shape[0])
             del y
 
-        forward = _peak(stage, flat, one, gradients=False, short=short)
+        forward = _peak(stage, flat, run_forward, gradients=False, short=short)
 
-        def both(parameters: Installed) -> None:
+        def run_both(parameters: Installed) -> None:
             leaf = x.clone().requires_grad_(True)
             y = call.run(leaf)
-            beside = [] if stage.cut is None else _roots(parameters, x.shape[:2])
-            _backward(y, torch.empty_like(y), [leaf, *parameters], beside)
+            more_roots = [] if stage.cut is None else _roots(parameters, x.shape[:2])
+            _backward(y, torch.empty_like(y), [leaf, *parameters], more_roots)
 
-        backward = _peak(stage, flat, both, gradients=True, short=short)
+        backward = _peak(stage, flat, run_both, gradients=True, short=short)
         trace = _look(stage, flat, call, x)
     routed = {"choices": trace.choices, "experts": trace.experts, "expert_work": trace.expert_work}
     if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
@@ -300,8 +300,8 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
         for bank in parameters.banks:
             bank.routes = trace
         y = call.run(leaf)
-        beside = [root for root, _ in _roots(parameters, x.shape[:2])] if stage.cut is not None else []
-    if _has_own_backward(y, *beside):
+        more_roots = [root for root, _ in _roots(parameters, x.shape[:2])] if stage.cut is not None else []
+    if _has_own_backward(y, *more_roots):
         trace.needs_all()
     return trace
 
@@ -387,7 +387,7 @@ class OperatorTrace(Operators):
         self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size, weight=offset, of_weights=of_weights))
         return out
 
-    def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def other_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._work(func, args)
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -440,27 +440,28 @@ class _Influence:
     """Tracks which operators the values in a storage depend on, whether on anything but `weights`, and which operators a saved
     tensor depends on."""
 
-    _GIVEN = -1  # stands for the stage's input and what else it was called with
+    _FROM_OUTSIDE = -1  # stands for the stage's input and what else it was called with
 
     def __init__(self, weights: Any) -> None:
         self.needed: set[int] = set()
         # By storage, held so that no other gets its address.
         self._of: dict[int, tuple[Any, frozenset[int]]] = {weights._cdata: (weights, frozenset())}
 
-    def pass_on(self, given: Any, made: Any, *, by: int | None = None) -> bool:
-        """Notes that an operator made `made` from `given`, or wrote into it. Returns whether that is of more than weights."""
-        passed = frozenset().union(*(self._on(leaf) for leaf in _tensors(given)), () if by is None else (by,))
-        for leaf in _tensors(made):
+    def pass_on(self, inputs: Any, outputs: Any, *, by: int | None = None) -> bool:
+        """Notes that an operator made `outputs` from `inputs`, or wrote into it. Returns whether that is of more than
+        weights."""
+        passed = frozenset().union(*(self._on(leaf) for leaf in _tensors(inputs)), () if by is None else (by,))
+        for leaf in _tensors(outputs):
             storage = leaf.untyped_storage()
             before = self._of.get(storage._cdata, (None, frozenset[int]()))[1]
             self._of[storage._cdata] = (storage, before | passed)
-        return self._GIVEN in passed
+        return self._FROM_OUTSIDE in passed
 
     def look_at(self, tensor: torch.Tensor) -> None:
         self.needed |= self._on(tensor)
 
     def _on(self, tensor: torch.Tensor) -> frozenset[int]:
-        return self._of.get(tensor.untyped_storage()._cdata, (None, frozenset((self._GIVEN,))))[1]
+        return self._of.get(tensor.untyped_storage()._cdata, (None, frozenset((self._FROM_OUTSIDE,))))[1]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -500,25 +501,25 @@ def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
     """Returns the cost of a range of experts. Peaks are those where all tokens go to one of them, work where they are sent to
     all alike."""
     assert isinstance(sent.hidden, FakeTensor) and stage.module is not None and stage.expert_range is not None
-    (tokens, each), experts = sent.chosen.shape, stage.expert_range[-1]
+    (tokens, choices), experts = sent.chosen.shape, stage.expert_range[-1]
     with tracing(stage.module, mode=sent.hidden.fake_mode):
         flat, packed = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype]), sent.packed(1)
         width = sent.hidden.shape[1]
 
         def forward(parameters: Installed) -> None:
-            add_outputs(stage, parameters, Sent.of(packed, width, each), torch.empty(tokens, width))
+            add_outputs(stage, parameters, Sent.of(packed, width, choices), torch.empty(tokens, width))
             torch.empty(tokens, width, dtype=sent.hidden.dtype)
 
-        def both(parameters: Installed) -> None:
-            grad, sums = torch.empty(tokens, width, dtype=sent.hidden.dtype), torch.empty(tokens, width + each)
-            differentiate(stage, parameters, Sent.of(packed, width, each), grad, sums)
+        def run_both(parameters: Installed) -> None:
+            grad, sums = torch.empty(tokens, width, dtype=sent.hidden.dtype), torch.empty(tokens, width + choices)
+            differentiate(stage, parameters, Sent.of(packed, width, choices), grad, sums)
 
-        peaks = [_peak(stage, flat, run, gradients=False) for run in (forward, both)]
+        peaks = [_peak(stage, flat, run, gradients=False) for run in (forward, run_both)]
     matrices = [tensor for tensor in stage.tensors if tensor.routed and len(tensor.shape) == (2 if tensor.whole is None else 3)]
-    of_each = 2.0 * tokens * each / experts
+    of_each = 2.0 * tokens * choices / experts
     flops, frozen = (of_each * sum(t.numel for t in matrices if all_of or t.frozen) for all_of in (True, False))
     launches = _OPERATORS * len(matrices)
-    work = ExpertWork(flops=flops, rows=tokens * each / experts, products=launches, frozen_flops=frozen)
+    work = ExpertWork(flops=flops, rows=tokens * choices / experts, products=launches, frozen_flops=frozen)
     return _costs(flops, *peaks, expert_work=work)
 
 
@@ -539,7 +540,7 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
         def fold(parameters: list[nn.Parameter]) -> None:
             tokens.fold(part, head.logits(hidden[part.cut]), first=first)
 
-        def both(parameters: list[nn.Parameter]) -> None:
+        def run_both(parameters: list[nn.Parameter]) -> None:
             if stage.vocabulary is None:
                 leaf = piece.clone().requires_grad_(True)
                 y, slope = head.loss(leaf, targets, normaliser=1), None
@@ -550,15 +551,15 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
             _backward(y, slope, [leaf, *parameters])
 
         forward = _Peak(0, 0) if stage.vocabulary is None else _peak(owner, flat, fold, gradients=False)
-        backward = _peak(owner, flat, both, gradients=True)
+        backward = _peak(owner, flat, run_both, gradients=True)
     larger = _Peak(max(forward.total, backward.total), max(forward.mapped, backward.mapped))
     return _costs(
         2.0 * (end - first) * width * shape[0] * shape[1], larger if stage.vocabulary is None else forward, larger
     )  # fmt: skip
 
 
-def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor], beside: Roots = ()) -> None:
-    """Runs backward like the executor: a parameter's gradient is dropped as soon as it exists. `beside`: where else it
+def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor], more_roots: Roots = ()) -> None:
+    """Runs backward like the executor: a parameter's gradient is dropped as soon as it exists. `more_roots`: where else it
     begins."""
 
     def drop(parameter: torch.Tensor) -> None:
@@ -568,7 +569,7 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
     for leaf in wanted:
         if isinstance(leaf, nn.Parameter):
             leaf.register_post_accumulate_grad_hook(drop)
-    roots, gradients = [y, *(root for root, _ in beside)], [grad, *(gradient for _, gradient in beside)]
+    roots, gradients = [y, *(root for root, _ in more_roots)], [grad, *(gradient for _, gradient in more_roots)]
     torch.autograd.backward(roots, None if grad is None else gradients, inputs=wanted)
 
 
@@ -609,7 +610,9 @@ def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = F
         return Outlined(anatomy=outline(model), refusal=error.message)
 
 
-def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
+def specified(
+    outlined_model: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int
+) -> ModelSpec:
     """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError if it cannot be
     traced.
 
@@ -618,18 +621,18 @@ def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len
     distance. None of its operators is kept: those of short rows are not those of a run. Of a model that the engine cannot train
     counts are exact, and the work of its blocks follows rules.
     """
-    anatomy, shape = known.anatomy, (micro_batch_size, max_seq_len)
+    anatomy, shape = outlined_model.anatomy, (micro_batch_size, max_seq_len)
     try:
         short = None
-        if (_is_unrolled if known.refusal is None else _is_recurrent)(anatomy):
+        if (_is_unrolled if outlined_model.refusal is None else _is_recurrent)(anatomy):
             short = Short.of(shape, {size for parameter in anatomy.model.parameters() for size in parameter.shape})
         model = inspect(
             anatomy, dtype=dtype, micro_batch_size=micro_batch_size, max_seq_len=max_seq_len,
             head_chunk_tokens=head_chunk_tokens, short=short,
         )  # fmt: skip
     except UsageError as error:
-        raise UsageError(known.refusal or error.message, hint=error.hint) from error
-    if known.refusal is not None:
+        raise UsageError(outlined_model.refusal or error.message, hint=error.hint) from error
+    if outlined_model.refusal is not None:
         text, stages = anatomy.model.config.get_text_config(), list(model.stages)
         for layer, stage in enumerate(stage for stage in model.stages if stage.kind == "block"):
             stages[stage.index] = replace(stage, forward_flops=_block_flops(stage, layer, text, shape))

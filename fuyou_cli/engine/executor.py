@@ -83,7 +83,7 @@ class Executor:
         self._first_update = min(at_once, default=len(visits.schedule.visits))  # the visit at whose end the first update begins
         self._updating = self._measures = False  # in this step: an update has begun, backward only measures the norm so far
         self._squares: dict[int, float] = {}
-        self._each: dict[int, list[float]] = {}  # of the tensors of each stage, where ranges of experts are stages
+        self._squares_by_tensor: dict[int, list[float]] = {}  # of the tensors of each stage, where ranges of experts are stages
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         inside = None if device.separate else visits.inside
@@ -114,26 +114,28 @@ class Executor:
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
         self._squares, self._updating, self._measures = {}, False, self.plan.norm_first
-        self._each.clear()
+        self._squares_by_tensor.clear()
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step - self.skipped)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.visits.begin_step(step, last=last)
         self.routing.begin_step(step)
-        there = None if real is None or not self.anatomy.has_experts else self.device.told(real)
+        real_on_device = None if real is None or not self.anatomy.has_experts else self.device.upload_now(real)
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
         self.head.begin_step(self._outcome.label_tokens)
-        targets = self.head.placed(targets)  # before anything else is submitted, because such a copy waits for all of it
+        targets = self.head.place_targets(targets)  # before anything else is submitted, because such a copy waits for all of it
         shares = self._shares(input_ids, sweeps)
         self.visits.divide([part for parts in shares for part in parts])
         divided = [self._divided(parts, input_ids.shape[1], documents) for parts in shares]
         self.visits.seed(BETWEEN_STAGES, 0)
-        input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
+        input_ids, positions = self.embeddings.place_ids(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
         before = 0  # micro-batches
         for parts, share in zip(shares, divided, strict=True):
             rows = slice(parts[0].first, parts[-1].end)
             self.visits.begin_sweep(parts, before)
-            self.routing.begin_sweep(before, None if there is None or real is None else (real[rows], there[rows]))
+            self.routing.begin_sweep(
+                before, None if real_on_device is None or real is None else (real[rows], real_on_device[rows])
+            )
             self._sweep(input_ids[rows], positions, targets[rows], share)
             before += len(parts)
         if self.plan.norm_first:
@@ -173,18 +175,20 @@ class Executor:
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # free tensors of all rows as soon as they were used: each is as large as a boundary
         if self.plan.norm_first:
-            self._back(edge, output, targets, again=True)
+            self._run_backward(edge, output, targets, measures=True)
             self._settle()
             self._measures = False
-        self._back(edge, output, targets)
+        self._run_backward(edge, output, targets)
 
-    def _back(self, edge: GradientEdge, hidden: list[torch.Tensor], targets: torch.Tensor, *, again: bool = False) -> None:
+    def _run_backward(
+        self, edge: GradientEdge, hidden: list[torch.Tensor], targets: torch.Tensor, *, measures: bool = False
+    ) -> None:
         """Runs the head and the backward of a sweep. `hidden`: its last hidden state, in a list that gives it up when nothing
-        needs it any more. `again`: both run once more, and now they only measure the norm."""
-        gradient = self.head.run(hidden[0] if again else hidden.pop(), targets)
-        self.streamed.tape.hand_on(edge, gradient, again=again)
+        needs it any more. `measures`: both run once more, and now they only measure the norm."""
+        gradient = self.head.run(hidden[0] if measures else hidden.pop(), targets)
+        self.streamed.tape.hand_on(edge, gradient, retain=measures)
         del gradient
-        self.streamed.tape.backward(again=again)
+        self.streamed.tape.backward(retain=measures)
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary, in host memory, or on the
@@ -225,7 +229,7 @@ class Executor:
         self.head.settle()  # a loss that is not finite explains such gradients, and nothing may be updated by them
         if squares is not None:
             if self.model.has_ranges:
-                self._each[stage] = squares
+                self._squares_by_tensor[stage] = squares
             self._squares[stage] = self._squared(stage, gradients, squares)
         if self._measures:
             return
@@ -268,7 +272,7 @@ class Executor:
             self._scalars = replace(self._scalars, skipped=True)
         elif limit is not None:
             # Of a block that is cut, exactly: so it does not matter where.
-            exact = math.fsum(square for squares in self._each.values() for square in squares)
+            exact = math.fsum(square for squares in self._squares_by_tensor.values() for square in squares)
             norm = (exact or sum(self._squares[stage] for stage in sorted(self._squares))) ** 0.5
             self._outcome.grad_norm = norm
             self._scalars = replace(self._scalars, gradient_scale=min(1.0, limit / (norm + 1e-6)))

@@ -199,7 +199,7 @@ class Noting:
         self.sent = hidden, chosen, weights
         return torch.zeros_like(hidden)
 
-    def taken(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pop_sent(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns what was noted last, and forgets it."""
         sent, self.sent = self.sent, None
         assert sent is not None, "a block did not call its experts"
@@ -236,7 +236,7 @@ class Route:
     `counts`: rows of each expert (empty on fake tensors, where nobody knows). Rows after these are of no expert."""
 
     order: torch.Tensor
-    back: torch.Tensor
+    inverse: torch.Tensor
     counts: Sequence[int]
 
     @classmethod
@@ -261,9 +261,9 @@ class Route:
     def _sorted(cls, chosen: torch.Tensor) -> tuple[Route, torch.Tensor]:
         """Returns the route without counts, and the sorted choices."""
         values, order = torch.sort(chosen.reshape(-1), stable=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return cls(order, back, ()), values
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return cls(order, inverse, ()), values
 
 
 def _ends(values: torch.Tensor, experts: int) -> torch.Tensor:
@@ -280,13 +280,13 @@ def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     token). The weighted outputs of a token are summed in the order of its choices."""
     if isinstance(noting := vars(module).get(BANK), Noting):
         return noting.note(hidden, chosen, weights)
-    bank, each = _bank_of(module), chosen.shape[-1]
+    bank, choices = _bank_of(module), chosen.shape[-1]
     with torch.no_grad():
         route = (Route if bank.routes is None else bank.routes).of(chosen, bank.experts)
-    shares = _rows(weights.reshape(-1, 1), route.order, route.back)
+    shares = _rows(weights.reshape(-1, 1), route.order, route.inverse)
     # The sorted rows have no name here: they end with the first product, not with the last one.
-    y = outputs(module, bank, _rows(hidden, route.order, route.back, each), shares, route)
-    y = _rows(y, route.back, route.order).view(*chosen.shape, -1)
+    y = outputs(module, bank, _rows(hidden, route.order, route.inverse, choices), shares, route)
+    y = _rows(y, route.inverse, route.order).view(*chosen.shape, -1)
     return y.sum(1).to(hidden.dtype)
 
 
@@ -302,27 +302,27 @@ def outputs(module: Any, bank: Bank, x: torch.Tensor, shares: torch.Tensor, rout
     return _adapted((x * shares).to(x.dtype), bank, "down_proj", route, added, shares)
 
 
-def _rows(source: torch.Tensor, order: torch.Tensor, back: torch.Tensor, each: int = 1) -> torch.Tensor:
-    rows: torch.Tensor = _Rows.apply(source, order, back, each)  # type: ignore[no-untyped-call]
+def _rows(source: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, repeats: int = 1) -> torch.Tensor:
+    rows: torch.Tensor = _Rows.apply(source, order, inverse, repeats)  # type: ignore[no-untyped-call]
     return rows
 
 
 class _Rows(torch.autograd.Function):
-    """Sorts rows: row n of the result is row order[n] // each of the source. `back` is the inverse of `order`. The gradient of
-    a row that goes to several places is summed in their order, not in that of threads."""
+    """Sorts rows: row n of the result is row order[n] // repeats of the source. `inverse` is the inverse of `order`. The
+    gradient of a row that goes to several places is summed in their order, not in that of threads."""
 
     saves_by_hooks = True  # nothing that backward reads is kept elsewhere (`inspect`)
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, order: torch.Tensor, back: torch.Tensor, each: int) -> torch.Tensor:
-        ctx.back, ctx.each = back, each
-        return source.index_select(0, order if each == 1 else order // each)
+    def forward(ctx: Any, source: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, repeats: int) -> torch.Tensor:
+        ctx.inverse, ctx.repeats = inverse, repeats
+        return source.index_select(0, order if repeats == 1 else order // repeats)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = grad.index_select(0, ctx.back)
-        if ctx.each > 1:
-            found = found.view(-1, ctx.each, *grad.shape[1:]).sum(1)
+        found = grad.index_select(0, ctx.inverse)
+        if ctx.repeats > 1:
+            found = found.view(-1, ctx.repeats, *grad.shape[1:]).sum(1)
         return found, None, None, None
 
 
@@ -407,7 +407,7 @@ def _add_gradients(sink: Sink | None, of: Matrices, counts: Sequence[int], x: to
         x.new_empty(max(of.sizes), of.inputs)  # one gradient at a time is alive
         return
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count, whole=_is_whole(x)):
+        for first, rows, real in _pieces(begin, count, in_one=_in_one_piece(x)):
             some, wanted = _filled(x, first, rows, real), _filled(grad, first, rows, real)
             at = 0
             for part, size in enumerate(of.sizes):
@@ -428,15 +428,16 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         begin += count
 
 
-def _is_whole(x: torch.Tensor) -> bool:
+def _in_one_piece(x: torch.Tensor) -> bool:
     """Whether an expert's rows are multiplied in one piece: on a GPU, where each product is a launch, and in float32. On
     a processor the library for bfloat16 keeps compiled code for each number of rows."""
     return x.is_cuda or x.dtype == torch.float32
 
 
-def _pieces(begin: int, count: int, *, whole: bool = False) -> Iterator[tuple[int, int, int]]:
-    """Cuts rows into pieces of few sizes. Yields first row, size, and how many of its rows there are. `whole`: in one piece."""
-    if whole and count:
+def _pieces(begin: int, count: int, *, in_one: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Cuts rows into pieces of few sizes. Yields first row, size, and how many of its rows there are. `in_one`: in one
+    piece."""
+    if in_one and count:
         yield begin, count, count
         return
     while count:
@@ -502,7 +503,7 @@ def _by_expert(x: torch.Tensor, out: torch.Tensor, counts: Sequence[int]) -> Ite
     """Yields every expert that has rows, with a piece of its rows of `x` and where their results go, which lands in `out`. Rows
     of `out` behind all of them are zero."""
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count, whole=_is_whole(x)):
+        for first, rows, real in _pieces(begin, count, in_one=_in_one_piece(x)):
             results = out[first : first + rows] if real == rows else x.new_empty(rows, out.shape[1])
             yield expert, _filled(x, first, rows, real), results
             if real < rows:

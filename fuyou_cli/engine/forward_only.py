@@ -109,8 +109,8 @@ class ForwardOnly:
         `batch`: no more micro-batches than a sweep has. `last` stops prefetching for rows that will not come."""
         head, (input_ids, labels) = self._executor.head, batch.tensors()
         self._executor.visits.begin_round(last=last)
-        targets = head.told(shifted(labels))
-        tokens, _ = head.folded(self._hidden(input_ids, batch), targets)
+        targets = head.upload_targets(shifted(labels))
+        tokens, _ = head.token_losses(self._hidden(input_ids, batch), targets)
         return tokens.by_token()
 
     def next_logits(self, batch: ForwardBatch, at: Sequence[tuple[int, int]], *, last: bool) -> torch.Tensor:
@@ -148,7 +148,7 @@ class ForwardOnly:
         parts = _micro_batches(batch, numerics, rows, width)
         executor.visits.divide(parts)
         divided = executor.streamed.divided(parts, batch.documents, width, step=numerics.document_step)
-        ids, positions = executor.embeddings.placed(input_ids, torch.arange(width).unsqueeze(0))
+        ids, positions = executor.embeddings.place_ids(input_ids, torch.arange(width).unsqueeze(0))
         hidden = executor.streamed.hidden(ids, positions, divided)
         executor.forget_calls()
         return hidden
@@ -269,7 +269,7 @@ class WeightStream:
         self.streamed_bytes = sum(sizes[i] for i in self._order if i not in self._held)  # read in every pass
         slots = _mapped(SLOTS * largest, huge=pages is not None).view(dtype)
         self._free = list(slots.view(SLOTS, -1)) if largest else []
-        self._there: dict[int, torch.Tensor] = {}  # of stages that stay, once they are read
+        self._resident: dict[int, torch.Tensor] = {}  # of stages that stay, once they are read
         self._coming: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
         self._place = self._asked = self._end = 0  # in passes end to end: visits begun, reads asked for, reads to ask for
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
@@ -297,7 +297,7 @@ class WeightStream:
             return
         assert owner == self._order[self._place % len(self._order)], (stage, self._place)
         self._place += 1
-        flat = self._there[owner] if owner in self._there else self._arrived(owner)
+        flat = self._resident[owner] if owner in self._resident else self._arrived(owner)
         weights = flat[: self.anatomy.stages[owner].params].to(self.device)
         try:
             with self.anatomy.stages[owner].installed(weights) as parameters:
@@ -340,10 +340,10 @@ class WeightStream:
         if owner in self.on_device:
             slot, flat = flat, flat[: self.anatomy.stages[owner].params].to(self.device, copy=True)
             self._free.append(slot)
-            self._there[owner] = flat
+            self._resident[owner] = flat
             self._ask()
         elif owner in self.staying:
-            self._there[owner] = flat
+            self._resident[owner] = flat
         return flat
 
     def looked_up(self, stage: int, run: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> Any:
@@ -370,11 +370,11 @@ class WeightStream:
         """Asks for as many reads as slots allow, in the order of the visits."""
         while self._asked < self._end:
             owner = self._order[self._asked % len(self._order)]
-            there = owner in self._there or any(other == owner for other, _, _ in self._coming)
-            if owner in self.staying and not there:
+            is_here = owner in self._resident or any(other == owner for other, _, _ in self._coming)
+            if owner in self.staying and not is_here:
                 size = self.anatomy.stages[owner].params * self._dtype.itemsize
                 self._begin(owner, _mapped(size).view(self._dtype))
-            elif owner not in self._held or not there:
+            elif owner not in self._held or not is_here:
                 if not self._free:
                     return
                 self._begin(owner, self._free.pop())
@@ -424,9 +424,9 @@ class StreamedLosses:
     def losses(self, batch: ForwardBatch, *, last: bool) -> torch.Tensor:
         """Runs one pass over the model. Returns the loss of every token, 0 where it is no label: (rows, tokens) float64, in
         host memory. `last`: no pass follows."""
-        return self.folded(batch, shifted(batch.tensors()[1]), last=last).by_token()
+        return self.token_losses(batch, shifted(batch.tensors()[1]), last=last).by_token()
 
-    def folded(self, batch: ForwardBatch, targets: torch.Tensor, *, last: bool) -> TokenLoss:
+    def token_losses(self, batch: ForwardBatch, targets: torch.Tensor, *, last: bool) -> TokenLoss:
         """Runs one pass over the model, for what each token's logits say of its target. targets: (rows, tokens) int64."""
         anatomy, device, numerics = self.weights.anatomy, self.weights.device, self._numerics
         input_ids, _ = batch.tensors()

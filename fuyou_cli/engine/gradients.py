@@ -238,8 +238,8 @@ class GradientSums:
     def begin(self, owner: int) -> None:
         """Uploads the sum that the next visit continues, if it rests in host memory and a span is free."""
         record = self.residency.records[owner]
-        back = record.gradients == "resumed" and record.gradient_read is None and self._states.gradients(owner) is None
-        if back and owner not in self._sums and owner not in self._ahead and self._spans:
+        rests_on_host = record.gradients == "resumed" and record.gradient_read is None and self._states.gradients(owner) is None
+        if rests_on_host and owner not in self._sums and owner not in self._ahead and self._spans:
             self._send(owner, self.residency.resume_gradients(owner))
 
     def _send(self, owner: int, span: Span) -> None:
@@ -315,10 +315,10 @@ class GradientSums:
                 self.residency.drop_gradients(owner)
             return
         # Submitted first, so that it does not wait for the squares.
-        resting, event = self._sent(owner, total, span) if leaves else (total.flat, self.device.computed())
+        resting, event = self._send_home(owner, total, span) if leaves else (total.flat, self.device.compute_end())
         squares = self.device.squares(total.flat, runs, self._lanes) if look else None
         takes_turns = self._states.gradients(owner) is None
-        left = _Span(_whole(total.flat), self.device.computed()) if takes_turns else None
+        span_left = _Span(_span_memory(total.flat), self.device.compute_end()) if takes_turns else None
         record = self.residency.records[owner]
         if leaves:  # the update uses the host's weights, so they stay held until the gradients have arrived
             self.residency.hold(record)
@@ -330,13 +330,13 @@ class GradientSums:
             if leaves:
                 self.residency.let_go(record)
 
-        self._downloads.append(_Download(event, squares, left, arrived))
+        self._downloads.append(_Download(event, squares, span_left, arrived))
 
-    def _sent(self, owner: int, total: GradientSum, span: Span) -> tuple[torch.Tensor, Event]:
+    def _send_home(self, owner: int, total: GradientSum, span: Span) -> tuple[torch.Tensor, Event]:
         """Sends a sum from the device to where it rests (`span`: in host memory). Returns that place, and the copy's end."""
         if owner in self._states.homes:
             self._states.summed(owner, total.flat)
-            return total.flat, self.device.computed()
+            return total.flat, self.device.compute_end()
         resting = self.memory.tensor(span, self._dtype, total.stage.trained)
         return resting, self.device.download(total.flat, resting, bulk=True)
 
@@ -367,7 +367,7 @@ class GradientSums:
         if self.device.separate:
             for owner, total in self._sums.items():
                 if self._states.gradients(owner) is None:
-                    self._spans.append(_Span(_whole(total.flat)))
+                    self._spans.append(_Span(_span_memory(total.flat)))
             self._spans += [_Span(ahead.memory) for ahead in self._ahead.values()]
         self._sums.clear()
         self._ahead.clear()
@@ -378,6 +378,6 @@ class GradientSums:
             self._spans.append(span)
 
 
-def _whole(flat: torch.Tensor) -> torch.Tensor:
+def _span_memory(flat: torch.Tensor) -> torch.Tensor:
     """Returns the uint8 device span that a typed view was cut from."""
     return torch.as_strided(flat.view(torch.uint8), (flat.untyped_storage().nbytes(),), (1,), 0)

@@ -35,47 +35,47 @@ class HeadPasses:
         self.loss, self._normaliser = 0.0, 1
         self._losses: list[torch.Tensor] = []  # losses of label tokens, one tensor per sweep through a cut head so far
         self._tokens: TokenLoss | None = None  # of a cut head whose backward runs once more
-        self._asked: tuple[Squares, Visit] | None = None  # losses of pieces on their way from the device, and their visit
+        self._awaited: tuple[Squares, Visit] | None = None  # losses of pieces on their way from the device, and their visit
 
     def begin_step(self, label_tokens: int) -> None:
         self.loss, self._normaliser = 0.0, max(1, label_tokens)
         self._losses.clear()
-        self._asked = self._tokens = None
+        self._awaited = self._tokens = None
 
     def run(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to a sweep's last hidden state.
 
         hidden: (rows, tokens, width), in host memory or on the device; the gradient is in the same place. targets: (rows,
-        tokens) int64, already shifted, where `placed` puts them.
+        tokens) int64, already shifted, where `place_targets` puts them.
         """
-        compute = self._in_pieces if self.visits.model.head_is_cut else self._whole
+        compute = self._run_in_pieces if self.visits.model.head_is_cut else self._run_whole
         return compute(hidden, targets, normaliser=self._normaliser)
 
     def settle(self) -> None:
         """Adds the losses of the last visit of a whole head, in order, and checks the step's loss. The launching thread would
         lose its lead over a GPU if it waited for them in the visit."""
-        if self._asked is None:
+        if self._awaited is None:
             return
-        (losses, visit), self._asked = self._asked, None
+        (losses, visit), self._awaited = self._awaited, None
         for loss in losses.result():
             self.loss += loss
         if visit.is_final:
             self._check_loss(self.loss, visit.stage)
 
-    def placed(self, targets: torch.Tensor) -> torch.Tensor:
+    def place_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Returns a step's host targets where `run` wants them. Raises UsageError for a target that no piece has."""
-        return self.told(targets) if self.visits.model.head_is_cut else self.visits.crossings.placed(targets)
+        return self.upload_targets(targets) if self.visits.model.head_is_cut else self.visits.crossings.beside_batch(targets)
 
-    def told(self, targets: torch.Tensor) -> torch.Tensor:
+    def upload_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Returns targets on the device. Raises UsageError for a target that no piece has."""
         ends = [stage.vocabulary[1] for stage in self.visits.stages if stage.kind == "head" and stage.vocabulary is not None]
         if ends and int(targets.max()) >= max(ends):
             raise UsageError(f"the data holds a label outside of the model's vocabulary of {max(ends)} tokens")
-        return self.visits.crossings.told(targets)
+        return self.visits.crossings.upload_now(targets)
 
     # ---- the loss alone --------------------------------------------------------------------------------------------
 
-    def folded(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[TokenLoss, bool]:
+    def token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[TokenLoss, bool]:
         """Visits the head, or each of its pieces, without gradients. Returns each token's loss, and whether the visits were in
         the last sweep.
 
@@ -102,7 +102,7 @@ class HeadPasses:
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
-    def _whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
+    def _run_whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
         """Runs one visit, forward and backward at once."""
         visits, head = self.visits, self.head
         stage = visits.model.stages[-1].index
@@ -130,7 +130,7 @@ class HeadPasses:
         leaving.settle()
         self.settle()  # an earlier sweep's
         if not visit.again:
-            self._asked = visits.device.numbers(torch.stack(losses)), visit
+            self._awaited = visits.device.numbers(torch.stack(losses)), visit
         if not visits.device.separate:
             self.settle()
         if not visits.model.tied_head:
@@ -140,14 +140,14 @@ class HeadPasses:
 
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
-    def _in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
+    def _run_in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
         """Makes two passes over the pieces of the vocabulary. Each piece's weights are fetched once per pass. A second backward
         makes only the second pass again."""
         visits = self.visits
         heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
         tokens, self._tokens = self._tokens, None
         if tokens is None:
-            tokens = self._seen(hidden, targets, heads[-1], normaliser=normaliser)
+            tokens = self._first_pass(hidden, targets, heads[-1], normaliser=normaliser)
             self._tokens = tokens if visits.plan.norm_first else None
         # Always summed in float32: rounding after each piece would make the result depend on the number of pieces.
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), torch.float32)
@@ -158,9 +158,9 @@ class HeadPasses:
             self._differentiate_piece(stage, hidden, tokens, gradient, target, normaliser=normaliser)
         return result
 
-    def _seen(self, hidden: torch.Tensor, targets: torch.Tensor, last: int, *, normaliser: int) -> TokenLoss:
+    def _first_pass(self, hidden: torch.Tensor, targets: torch.Tensor, last: int, *, normaliser: int) -> TokenLoss:
         """Returns each token's loss, and notes the step's."""
-        tokens, is_final = self.folded(hidden, targets)
+        tokens, is_final = self.token_losses(hidden, targets)
         self._losses.append(tokens.losses())
         if is_final:
             self.loss = mean(self._losses, normaliser)
@@ -204,7 +204,7 @@ class HeadPasses:
         with self.head.stubbed(), visits.learning(visit.owner, flat, total) as parameters:
             for micro_batch in batch:
                 states, *sums = arriving.take()
-                sums = sums or [visits.crossings.begun(micro_batch.of(gradient)).zero_()]
+                sums = sums or [visits.crossings.room_for(micro_batch.of(gradient)).zero_()]
                 for part, piece in self._chunks(micro_batch, states):
                     piece.requires_grad_(True)
                     with torch.enable_grad():

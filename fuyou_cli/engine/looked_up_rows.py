@@ -36,7 +36,7 @@ class Table:
     row: int  # bytes of a row
     rows: int
     extent: Span  # of the store or a source; the slot begins with it
-    told: torch.Tensor | None = None  # rows of the next fetch
+    wanted: torch.Tensor | None = None  # rows of the next fetch
     was_read: bool = False  # all of it
     sums: np.ndarray | None = None  # of the pages of each row
 
@@ -57,7 +57,7 @@ class _Fetch:
 
     table: Table
     arena: int
-    left: list[int] | None = None  # rows still to be submitted; None: not told yet
+    waiting: list[int] | None = None  # rows still to be submitted; None: not told yet
     under_way: dict[int, int] = field(default_factory=dict)  # row by ticket of the daemon; -1: all of the table
 
 
@@ -81,16 +81,16 @@ class LookedUpRows:
         table = self._tables[stage]
         self._tickets += 1
         fetch = self._fetches[self._tickets] = _Fetch(table, arena)
-        if table.told is not None:
+        if table.wanted is not None:
             self._begin(fetch)
         return self._tickets
 
     def tell(self, rows: Mapping[int, torch.Tensor]) -> None:
         """Tells the distinct rows, by stage, that the next fetch of each table needs: 1-D, in host memory."""
         for stage, table in self._tables.items():
-            table.told = rows[stage]
+            table.wanted = rows[stage]
         for fetch in self._fetches.values():
-            if fetch.left is None:
+            if fetch.waiting is None:
                 self._begin(fetch)
 
     def tell_all(self) -> None:
@@ -106,9 +106,9 @@ class LookedUpRows:
     def give_up(self) -> None:
         """Forgets what was told, and ends fetches that were told nothing."""
         for table in self._tables.values():
-            table.told = None
+            table.wanted = None
         for fetch in self._fetches.values():
-            fetch.left = fetch.left or []
+            fetch.waiting = fetch.waiting or []
 
     def poll(self, ticket: int) -> bool | None:
         """Returns True once all rows are there; None before. Raises SwapError where a read failed, and where a row is not what
@@ -124,10 +124,10 @@ class LookedUpRows:
                 self._keep_sums(fetch)
             elif fetch.table.sums is not None:
                 self._check(fetch.table, row, result.data_sum)
-        if fetch.left is None:
+        if fetch.waiting is None:
             return None
-        self._submit(fetch, fetch.left)
-        if fetch.under_way or fetch.left:
+        self._submit(fetch, fetch.waiting)
+        if fetch.under_way or fetch.waiting:
             return None
         del self._fetches[ticket]
         return True
@@ -136,21 +136,21 @@ class LookedUpRows:
 
     def _begin(self, fetch: _Fetch) -> None:
         table = fetch.table
-        assert table.told is not None
-        if not table.was_read or self._reads_all or len(table.told) == table.rows:
-            extent, fetch.left = table.extent, []
+        assert table.wanted is not None
+        if not table.was_read or self._reads_all or len(table.wanted) == table.rows:
+            extent, fetch.waiting = table.extent, []
             ticket = self._daemon.read(fetch.arena, extent.offset, extent.size, priority=FETCH_PRIORITY, label=table.stage)
             fetch.under_way[ticket] = -1
             self._open += 1
         else:
-            self._by_rows, fetch.left = True, table.apart(table.told)
-            self._submit(fetch, fetch.left)
-        table.told = None
+            self._by_rows, fetch.waiting = True, table.apart(table.wanted)
+            self._submit(fetch, fetch.waiting)
+        table.wanted = None
 
-    def _submit(self, fetch: _Fetch, left: list[int]) -> None:
+    def _submit(self, fetch: _Fetch, waiting: list[int]) -> None:
         table = fetch.table
-        while left and self._open < _AT_ONCE:
-            row = left.pop()
+        while waiting and self._open < _AT_ONCE:
+            row = waiting.pop()
             begin, end = table.pages(row)
             ticket = self._daemon.read(
                 fetch.arena + begin, table.extent.offset + begin, end - begin,

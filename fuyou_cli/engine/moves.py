@@ -121,7 +121,7 @@ class DaemonMoves:
         )  # fmt: skip
         return self.daemon.update(request)
 
-    def updated(self, record: Record, result: Result) -> None:
+    def end_update(self, record: Record, result: Result) -> None:
         if result.nonfinite:
             name = self.model.stages[record.stage].name
             raise lost(f"{result.nonfinite} weights of {name}", generation=record.generation + 1)
@@ -135,7 +135,7 @@ class DaemonMoves:
         arena = self._memory.arena
         arena.view(slot.offset, home.size)[:] = arena.view(home.offset, home.size)
 
-    def completed(self, generation: int) -> None:
+    def complete_generation(self, generation: int) -> None:
         self.committing.complete(generation)
 
     def durable(self, stage: int) -> int:
@@ -167,7 +167,7 @@ class DaemonMoves:
             wait = self._open.popleft().of_compute()
             if wait.end > wait.begin:
                 self._waits.append(wait)
-                self.residency.stalled(wait.cause, wait.end - wait.begin)
+                self.residency.add_stall(wait.cause, wait.end - wait.begin)
 
     def waits(self) -> list[Wait]:
         """Returns the waits of compute since the last call, as far as they are summed."""

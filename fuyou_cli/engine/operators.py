@@ -74,9 +74,9 @@ def product_of(func: Any, args: Sequence[Any]) -> tuple[torch.dtype, torch.Size,
     return left.dtype, shape, stride
 
 
-def product_into(func: Any, args: Sequence[Any], kwargs: Any, there: torch.Tensor) -> torch.Tensor:
-    """Returns what the product `func` returns, computed in `there`."""
-    product: torch.Tensor = _INTO[func](*args, **kwargs, out=there)
+def product_into(func: Any, args: Sequence[Any], kwargs: Any, target: torch.Tensor) -> torch.Tensor:
+    """Returns what the product `func` returns, computed in `target`."""
+    product: torch.Tensor = _INTO[func](*args, **kwargs, out=target)
     return product
 
 
@@ -103,7 +103,7 @@ class Operators(TorchDispatchMode):
         """Handles a numbered operator and returns its result. `kind`: "attention", or the name of the product."""
         return func(*args, **kwargs)
 
-    def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def other_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Handles any other operator and returns its result."""
         return func(*args, **kwargs)
 
@@ -111,7 +111,7 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = self._kind(func, args)
         if kind is None:
-            return self.beside(func, args, kwargs)
+            return self.other_operator(func, args, kwargs)
         self._products += kind != "attention"  # attention is counted when its call begins
         return self.operator(self._products + self._attention.calls - 1, kind, func, args, kwargs)
 
@@ -218,7 +218,7 @@ ATTENTION = -1  # stands for the number of whatever attention computes
 
 
 @dataclass(slots=True)
-class Handed:
+class HandedCall:
     """Describes a call that was handed over. `operator`: the one whose weight it gets, or ATTENTION; `address`: of the weight;
     `args`: if there are only positional ones; `run`: makes the call."""
 
@@ -229,16 +229,16 @@ class Handed:
     run: Callable[[], Any]
 
 
-HandOver = Callable[[Handed], Any]  # returns what the call returns
+HandOver = Callable[[HandedCall], Any]  # returns what the call returns
 Weights = Mapping[int, nn.Parameter]  # by operator
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Tells how a stage's forward computes kept outputs. `calls`: the function that computes an operator with its weight;
+class KeptCalls:
+    """Tells how a stage's forward computes kept outputs. `functions`: the one that computes an operator with its weight;
     `attention`: the operator that is attention; `as_returned`: how outputs rest that are what the call returns."""
 
-    calls: dict[int, Any]
+    functions: dict[int, Any]
     attention: int | None
     as_returned: dict[int, Resting]
 
@@ -255,11 +255,11 @@ class Watched(nn.Parameter):
         for given in args:
             if type(given) is Watched:
                 hand_over, operator, address = given.handed
-                return hand_over(Handed(operator, address, func, () if kwargs else args, run))
+                return hand_over(HandedCall(operator, address, func, () if kwargs else args, run))
         return run()
 
 
-def is_linear(handed: Handed) -> bool:
+def is_linear(handed: HandedCall) -> bool:
     """Whether a call is torch's linear function without a bias."""
     args = handed.args
     return handed.func is nn.functional.linear and (len(args) == 2 or (len(args) == 3 and args[2] is None))
@@ -281,13 +281,13 @@ def _multiply(mode: AbstractContextManager[Any], x: torch.Tensor, weight: torch.
     return out
 
 
-def linear_into(args: Any, there: torch.Tensor) -> torch.Tensor:
-    """Returns what torch's linear function without a bias returns for `args`, computed in `there`: the same product, and a
+def linear_into(args: Any, target: torch.Tensor) -> torch.Tensor:
+    """Returns what torch's linear function without a bias returns for `args`, computed in `target`: the same product, and a
     result that wants a gradient."""
     x, weight = args[0], args[1]
     turned = nn.Parameter.__torch_function__(_detached, (), (weight,), {}).t()
-    torch.mm(x.detach().reshape(-1, x.shape[-1]), turned, out=there)
-    out: torch.Tensor = _unsafe_view(there.requires_grad_(True), (*x.shape[:-1], there.shape[-1]))
+    torch.mm(x.detach().reshape(-1, x.shape[-1]), turned, out=target)
+    out: torch.Tensor = _unsafe_view(target.requires_grad_(True), (*x.shape[:-1], target.shape[-1]))
     return out
 
 
@@ -298,7 +298,7 @@ def handing_over(hand_over: HandOver, weights: Weights, *, attention: bool) -> I
 
     def chosen(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         attend = choose(name, default)
-        return lambda *args, **kwargs: hand_over(Handed(ATTENTION, 0, attend, (), partial(attend, *args, **kwargs)))
+        return lambda *args, **kwargs: hand_over(HandedCall(ATTENTION, 0, attend, (), partial(attend, *args, **kwargs)))
 
     try:
         for operator, weight in weights.items():
@@ -333,12 +333,12 @@ class Notes:
 
     def __init__(self, outputs: Mapping[int, object], last: Callable[[], tuple[int, int]]) -> None:
         self._outputs, self._last = outputs, last
-        self._calls: dict[int, Any] = {}
+        self._functions: dict[int, Any] = {}
         self._attention: list[int] = []
         self._as_returned: dict[int, Resting] = {}
         self._is_clear = True
 
-    def hand_over(self, handed: Handed) -> Any:
+    def hand_over(self, handed: HandedCall) -> Any:
         operator, before, seen = handed.operator, len(self._outputs), list[torch.Tensor]()
         with InAttention(nullcontext(), seen.append) if operator == ATTENTION else nullcontext():
             out = handed.run()
@@ -347,19 +347,19 @@ class Notes:
             self._attention += made
             self._is_clear = self._is_clear and len(made) <= min(1, len(seen))
         elif made == [operator]:
-            self._calls[operator] = handed.func
+            self._functions[operator] = handed.func
             if isinstance(out, torch.Tensor) and out.is_contiguous() and (out.data_ptr(), out.numel()) == self._last():
                 self._as_returned[operator] = Resting(0, out.dtype, out.shape, out.stride())
         else:
-            self._is_clear = self._is_clear and not made and self._calls.get(operator) is not handed.func
+            self._is_clear = self._is_clear and not made and self._functions.get(operator) is not handed.func
         return out
 
-    def known(self) -> Known | None:
+    def calls(self) -> KeptCalls | None:
         """Returns what was noted. Returns None if the calls do not tell every output, each by one call."""
-        noted = [*self._calls, *self._attention]
+        noted = [*self._functions, *self._attention]
         if not self._is_clear or len(self._attention) > 1 or sorted(noted) != sorted(self._outputs):
             return None
-        return Known(self._calls, next(iter(self._attention), None), self._as_returned)
+        return KeptCalls(self._functions, next(iter(self._attention), None), self._as_returned)
 
 
 class Only(TorchDispatchMode):

@@ -38,7 +38,7 @@ from .visits import Visits, backpropagate
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OtherRoots:
     """Says where a stage's backward begins beside its output. `gradients`: of the whole batch; `roots` returns, for those of a
     micro-batch, tensors of its forward with their gradients."""
 
@@ -51,7 +51,7 @@ class _Writers(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
+        self.operators: set[str] = set()
         self._storage = 0
 
     def watched(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class _Writers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = args[0] if args and func._schema.is_mutable else None
         if isinstance(written, torch.Tensor) and written.untyped_storage()._cdata == self._storage:
-            self.found.add(str(func.overloadpacket))
+            self.operators.add(str(func.overloadpacket))
         return func(*args, **(kwargs or {}))
 
 
@@ -77,14 +77,16 @@ class BlockPasses:
         visits = self.visits
         with visits.forward(call.stage, x) as (visit, parameters):
             state = visits.device.random_state()
-            y = self.computed(call, x, parameters, stash=visit.stash and visits.device.separate, sent=sent)
+            y = self.compute(call, x, parameters, stash=visit.stash and visits.device.separate, sent=sent)
             visits.device.restore_random_state(state)
         return y
 
-    def _routed(self, stage: int, parameters: Installed, *, again: bool) -> AbstractContextManager[RoutedVisit | None]:
-        return nullcontext() if self._routing is None else self._routing.visit(stage, parameters, again=again)
+    def _watch_routing(
+        self, stage: int, parameters: Installed, *, recompute: bool
+    ) -> AbstractContextManager[RoutedVisit | None]:
+        return nullcontext() if self._routing is None else self._routing.visit(stage, parameters, recompute=recompute)
 
-    def computed(
+    def compute(
         self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool, sent: Gathering | None = None
     ) -> torch.Tensor:
         """Computes a visit. `stash`: the boundary is copied to its place from the device, by micro-batch."""
@@ -92,7 +94,7 @@ class BlockPasses:
         y = Gathering(visits.crossings, x.shape)
         micro_batches = visits.micro_batches(x)
         arriving = visits.inputs(partial(_parts, each, [x]) for each in micro_batches)
-        with self._routed(call.stage, parameters, again=False) as routed:
+        with self._watch_routing(call.stage, parameters, recompute=False) as routed:
             for number, micro_batch in enumerate(micro_batches):
                 (part,) = arriving.take()
                 version = part._version
@@ -117,7 +119,7 @@ class BlockPasses:
         writers = _Writers()
         with writers:
             run(writers.watched(x.clone()))
-        operators = ", ".join(sorted(writers.found)) or "an operator"
+        operators = ", ".join(sorted(writers.operators)) or "an operator"
         stage = self.visits.stages[number]
         name = f"{stage.name} ({type(stage.module).__name__})"
         return UsageError(
@@ -126,26 +128,29 @@ class BlockPasses:
         )
 
     def backward(
-        self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, beside: Beside | None = None
+        self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, other: OtherRoots | None = None
     ) -> torch.Tensor | None:
         """Returns the gradient of the stage's input for the whole batch, and sums the stage's own, in one visit, which also
-        begins `beside` the stage's output. Returns None for `ids`, and where no stage below learns anything."""
+        begins at `other` roots beside the stage's output. Returns None for `ids`, and where no stage below learns anything."""
         with self.visits.backward(call.stage) as (_, flat, boundary, total):
-            return self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total, beside)
+            return self.differentiate(call, boundary if ids is None else [ids], grad_y, flat, total, other)
 
-    def differentiated(
+    def differentiate(
         self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None,
-        beside: Beside | None = None,
+        other: OtherRoots | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
         """Differentiates a visit. x: the boundary by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         micro_batches = visits.micro_batches(grad_y)
-        given = [grad_y] if beside is None else [grad_y, beside.gradients]
-        sources = (partial(lambda n, each: [x[n], *_parts(each, given)], *each) for each in enumerate(micro_batches))
-        arriving = visits.inputs(sources, beside=activations.begin)
+        batches = [grad_y] if other is None else [grad_y, other.gradients]
+        sources = (partial(lambda n, each: [x[n], *_parts(each, batches)], *each) for each in enumerate(micro_batches))
+        arriving = visits.inputs(sources, after_upload=activations.begin)
         grad_x = Gathering(visits.crossings, grad_y.shape)
         passes_on = visits.model.stages[call.stage].passes_on
-        with visits.learning(call.stage, flat, total) as parameters, self._routed(call.stage, parameters, again=True) as routed:
+        with (
+            visits.learning(call.stage, flat, total) as parameters,
+            self._watch_routing(call.stage, parameters, recompute=True) as routed,
+        ):
             for number, micro_batch in enumerate(micro_batches):
                 part, grad, *more = arriving.take()
                 part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
@@ -153,10 +158,10 @@ class BlockPasses:
                 if routed is not None:
                     routed.begin(number, micro_batch)
                 with torch.enable_grad():
-                    y = activations.again(call.of(number), part, number, flat, parameters)
+                    y = activations.recompute(call.of(number), part, number, flat, parameters)
                     roots = [] if routed is None else routed.roots()
-                    if beside is not None:
-                        roots += beside.roots(parameters, *more)
+                    if other is not None:
+                        roots += other.roots(parameters, *more)
                     backpropagate(y, grad, [part, *parameters] if passes_on else parameters, roots)
                 del y, grad, more, roots  # each is as large as a micro-batch's boundary
                 if passes_on:
@@ -188,29 +193,29 @@ class RangedPasses(BlockPasses):
         whole = sent.settled()
         sums = self._room(y, y.shape[-1])
         for stage in ranges:
-            self._add(stage, whole, sums, y, each=self._each(call.stage))
+            self._add(stage, whole, sums, y, choices=self._choices(call.stage))
         return y
 
     def backward(
-        self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, beside: Beside | None = None
+        self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, other: OtherRoots | None = None
     ) -> torch.Tensor | None:
         model = self.visits.model
         ranges = model.ranges(call.stage)
         if not ranges:
             return super().backward(call, ids, grad_y)
-        goes_back, each = model.stages[call.stage].goes_back, self._each(call.stage)
-        sums = self._room(grad_y, grad_y.shape[-1] + each) if goes_back else None
+        goes_back, choices = model.stages[call.stage].goes_back, self._choices(call.stage)
+        sums = self._room(grad_y, grad_y.shape[-1] + choices) if goes_back else None
         sent: torch.Tensor | None = None
         for stage in reversed(ranges):
             if model.stages[stage].goes_back:
                 follows = stage > ranges[0] and model.stages[stage - 1].goes_back
-                sent = self._differentiate(stage, sent, sums, grad_y, each=each, follows=follows)
+                sent = self._differentiate(stage, sent, sums, grad_y, choices=choices, follows=follows)
         del sent
         if sums is None:
             return None
-        return super().backward(call, ids, grad_y, Beside(sums, lambda parameters, sums: Sent.by(parameters).roots(sums)))
+        return super().backward(call, ids, grad_y, OtherRoots(sums, lambda parameters, sums: Sent.by(parameters).roots(sums)))
 
-    def _each(self, block: int) -> int:
+    def _choices(self, block: int) -> int:
         """Returns how many experts of a block a token is sent to."""
         return self.visits.model.stages[block].choices
 
@@ -219,22 +224,22 @@ class RangedPasses(BlockPasses):
         on the number of ranges."""
         return self.visits.crossings.batches.lend((*like.shape[:2], columns), torch.float32)
 
-    def _add(self, stage: int, sent: torch.Tensor, sums: torch.Tensor, y: torch.Tensor, *, each: int) -> None:
+    def _add(self, stage: int, sent: torch.Tensor, sums: torch.Tensor, y: torch.Tensor, *, choices: int) -> None:
         """Visits a range, which adds its outputs to `sums`; the last one adds these to `y`."""
         visits = self.visits
         begins, ends = visits.model.stages[stage - 1].expert_range is None, visits.model.stages[stage].is_last_range
-        micro_batches, given = visits.micro_batches(sent), [sent, *([] if begins else [sums]), *([y] if ends else [])]
+        micro_batches, batches = visits.micro_batches(sent), [sent, *([] if begins else [sums]), *([y] if ends else [])]
         leaving, target = Leaving(visits.crossings), y if ends else sums
         with visits.forward(stage, sent) as (visit, parameters):
-            arriving = visits.inputs(partial(_parts, part, given) for part in micro_batches)
+            arriving = visits.inputs(partial(_parts, part, batches) for part in micro_batches)
             for number, part in enumerate(micro_batches):
                 packed, *more = arriving.take()
                 if visit.stash and visits.device.separate:
                     kept = leaving.keep(packed, visits.boundaries.rows(stage, number))
                     visits.boundaries.awaits(stage, kept)
-                total = self._begun(part, sums) if begins else more.pop(0)
+                total = self._zero_sums(part, sums) if begins else more.pop(0)
                 flat_total = total.view(-1, total.shape[-1])
-                add_outputs(visits.stages[stage], parameters, Sent.of(packed, y.shape[-1], each), flat_total, self._inside)
+                add_outputs(visits.stages[stage], parameters, Sent.of(packed, y.shape[-1], choices), flat_total, self._inside)
                 clear_padding(target, part)
                 leaving.put((more[0] + total).to(y.dtype) if ends else total, part.of(target))
                 del packed, more, total, flat_total
@@ -246,11 +251,11 @@ class RangedPasses(BlockPasses):
         if not self.visits.device.separate:
             self.visits.inside()
 
-    def _begun(self, part: MicroBatch, sums: torch.Tensor) -> torch.Tensor:
-        return self.visits.crossings.begun(part.of(sums)).zero_()
+    def _zero_sums(self, part: MicroBatch, sums: torch.Tensor) -> torch.Tensor:
+        return self.visits.crossings.room_for(part.of(sums)).zero_()
 
     def _differentiate(
-        self, stage: int, sent: torch.Tensor | None, sums: torch.Tensor | None, grad_y: torch.Tensor, *, each: int,
+        self, stage: int, sent: torch.Tensor | None, sums: torch.Tensor | None, grad_y: torch.Tensor, *, choices: int,
         follows: bool,
     ) -> torch.Tensor | None:  # fmt: skip
         """Visits a range in backward: adds the gradients of what it was sent to `sums` (None: nobody wants them), and sums its
@@ -258,13 +263,13 @@ class RangedPasses(BlockPasses):
         `follows`."""
         visits = self.visits
         begins, micro_batches = sent is None, visits.micro_batches(grad_y)
-        given = [grad_y] if begins or sums is None else [grad_y, sums]
+        batches = [grad_y] if begins or sums is None else [grad_y, sums]
         leaving = Leaving(visits.crossings)
         with visits.backward(stage) as (_, flat, kept, total):
             if begins and follows:
                 sent = visits.crossings.batches.lend((*grad_y.shape[:2], kept[0].shape[-1]), kept[0].dtype)
             sources = (
-                partial(lambda n, part: [kept[n] if kept else part.of(sent).contiguous(), *_parts(part, given)], *one)
+                partial(lambda n, part: [kept[n] if kept else part.of(sent).contiguous(), *_parts(part, batches)], *one)
                 for one in enumerate(micro_batches)
             )
             arriving = visits.inputs(sources)
@@ -273,9 +278,9 @@ class RangedPasses(BlockPasses):
                     packed, grad, *more = arriving.take()
                     if begins and sent is not None:
                         leaving.put(packed, part.of(sent))
-                    found = None if sums is None else more[0] if more else self._begun(part, sums)
+                    found = None if sums is None else more[0] if more else self._zero_sums(part, sums)
                     differentiate(
-                        visits.stages[stage], parameters, Sent.of(packed, grad.shape[-1], each),
+                        visits.stages[stage], parameters, Sent.of(packed, grad.shape[-1], choices),
                         grad.reshape(-1, grad.shape[-1]), None if found is None else found.view(-1, found.shape[-1]),
                         self._inside,
                     )  # fmt: skip
@@ -289,8 +294,8 @@ class RangedPasses(BlockPasses):
         return sent
 
 
-def _parts(part: MicroBatch, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [part.of(whole).contiguous() for whole in given]
+def _parts(part: MicroBatch, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.of(whole).contiguous() for whole in batches]
 
 
 # ---- embeddings ---------------------------------------------------------------------------------------------------
@@ -314,22 +319,22 @@ class EmbeddingPasses(BlockPasses):
         # The stage whose rows are looked up by token.
         self._table = next((i for i, m in enumerate(modules) if m is tokens), None)
         self._more = any(m is not None and m is not tokens for m in modules)  # there are other tables, probably of positions
-        self._given: list[StepIds] = []  # for the ids that the step's forward is given
+        self._step_ids: list[StepIds] = []  # for the ids that the step's forward is given
 
-    def placed(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    def place_ids(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """Returns a step's ids and positions (in host memory) where the model's forward wants them. Nothing is submitted yet.
         Raises UsageError for an id that no row has."""
-        placed = [self.visits.crossings.placed(value) for value in (ids, positions)]
-        self._given = [] if self._table is None else [self._looked_up(self._table, ids)]
+        placed = [self.visits.crossings.beside_batch(value) for value in (ids, positions)]
+        self._step_ids = [] if self._table is None else [self._ids_for(self._table, ids)]
         if self._table is not None and self.visits.moves.rows.stages:
-            self.visits.look_up({self._table + place: rows for place, rows in enumerate(self._given[0].rows())})
+            self.visits.look_up({self._table + place: rows for place, rows in enumerate(self._step_ids[0].rows())})
         if self._more:
-            self._given.append(self._looked_up(None, positions))
-        for given, value in zip(self._given, placed, strict=False):
-            given.are(value)
+            self._step_ids.append(self._ids_for(None, positions))
+        for ids_of_step, value in zip(self._step_ids, placed, strict=False):
+            ids_of_step.are(value)
         return placed
 
-    def _looked_up(self, table: int | None, ids: torch.Tensor) -> StepIds:
+    def _ids_for(self, table: int | None, ids: torch.Tensor) -> StepIds:
         """Finds what is looked up in the table of a stage, whole or cut. Returns None for a whole table that is not a lookup.
         ids: in host memory."""
         pieces = [self.visits.stages[piece].rows for piece in self._pieces.get(table, ())]
@@ -340,24 +345,24 @@ class EmbeddingPasses(BlockPasses):
         micro_batches = self.visits.micro_batches(ids)
         begins = [micro_batch.first * ids.shape[1] for micro_batch in micro_batches]
         parts = [micro_batch.of(ids) for micro_batch in micro_batches]
-        return StepIds(parts, pieces, self.visits.crossings.told, begins=[*begins, ids.numel()])
+        return StepIds(parts, pieces, self.visits.crossings.upload_now, begins=[*begins, ids.numel()])
 
     def _ids_of(self, call: Call, ids: torch.Tensor) -> OfMicroBatches:
         """Returns what is known of the ids of a call."""
-        known = next((part for given in self._given if (part := given.part(ids)) is not None), None)
+        known = next((part for ids_of_step in self._step_ids if (part := ids_of_step.part(ids)) is not None), None)
         if known is None:
-            return self._looked_up(call.stage, ids.cpu()).looked  # sync: the model's own code made these ids
+            return self._ids_for(call.stage, ids.cpu()).looked  # sync: the model's own code made these ids
         return known
 
     def forward(self, call: Call, x: torch.Tensor, sent: Gathering | None = None) -> torch.Tensor:
         """Passes ids to the visits. x: (batch, tokens) int64, where the batch is."""
-        if call.stage in self.visits.moves.rows.stages and self._given[0].part(x) is None:
+        if call.stage in self.visits.moves.rows.stages and self._step_ids[0].part(x) is None:
             self.visits.moves.rows.expect_others()
         if call.stage not in self._pieces:
             return super().forward(call, x)
         return self._forward_in_pieces(self._pieces[call.stage], call, x)
 
-    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, beside: Beside | None = None) -> None:
+    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, other: OtherRoots | None = None) -> None:
         assert ids is not None
         if call.stage in self._pieces:
             self._backward_in_pieces(self._pieces[call.stage], call, ids, grad_y)
@@ -366,22 +371,22 @@ class EmbeddingPasses(BlockPasses):
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
-    def computed(
+    def compute(
         self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool, sent: Gathering | None = None
     ) -> torch.Tensor:
         """Computes a visit. All rows may share the ids. If memory is the host's, one lookup does all."""
         visits = self.visits
         if visits.device.separate and call.stage in self._lookups:
-            return super().computed(call, x, parameters, stash=stash)
+            return super().compute(call, x, parameters, stash=stash)
         y = Gathering(visits.crossings, x.shape)
         (ids,) = visits.inputs([lambda: [x]]).take()
         visits.seed(call.stage, 0)
         y.put(whole_rows(*x.shape[:2]), call.run(ids))
         return y.settled()
 
-    def differentiated(
+    def differentiate(
         self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None,
-        beside: Beside | None = None,
+        other: OtherRoots | None = None,
     ) -> None:  # fmt: skip
         """Differentiates a visit. x: all ids (batch, tokens); grad_y: (batch, tokens, width)."""
         visits, (ids,) = self.visits, x
@@ -424,14 +429,14 @@ class EmbeddingPasses(BlockPasses):
             arriving = visits.inputs(partial(_parts, each, sources) for each in micro_batches)
             for number, micro_batch in enumerate(micro_batches):
                 part_ids, *found = arriving.take()
-                here = looked[number][stage - call.stage].here
-                assert here is not None
-                looked_up = call.run(part_ids.reshape(-1)[here] - first)
+                places = looked[number][stage - call.stage].places
+                assert places is not None
+                looked_up = call.run(part_ids.reshape(-1)[places] - first)
                 if y is None:
                     y = visits.crossings.batches.lend((*ids.shape, looked_up.shape[-1]), looked_up.dtype)
                 clear_padding(y, micro_batch)
-                found = found or [visits.crossings.begun(micro_batch.of(y))]
-                found[0].view(-1, y.shape[-1]).index_copy_(0, here, looked_up)
+                found = found or [visits.crossings.room_for(micro_batch.of(y))]
+                found[0].view(-1, y.shape[-1]).index_copy_(0, places, looked_up)
                 leaving.put(found[0], micro_batch.of(y))
                 del found, looked_up
                 visits.between()

@@ -39,10 +39,10 @@ Key = tuple[int, int, int]  # stage, mixture of it, micro-batch of a sweep
 
 
 class RoutedVisit:
-    """Implements `Routes` for the mixtures of a stage in one visit. `again`: it recomputes."""
+    """Implements `Routes` for the mixtures of a stage in one visit. `recompute`: of a backward."""
 
-    def __init__(self, routing: Routing, stage: int, *, again: bool) -> None:
-        self._routing, self._stage, self._again = routing, stage, again
+    def __init__(self, routing: Routing, stage: int, *, recompute: bool) -> None:
+        self._routing, self._stage, self._recompute = routing, stage, recompute
         self._number = self._calls = self._tokens = 0
         self._real: torch.Tensor | None = None  # which tokens of this micro-batch are no padding; None: all
         self._sums: list[torch.Tensor] = []  # of the probabilities of this micro-batch
@@ -56,7 +56,7 @@ class RoutedVisit:
     def of(self, chosen: torch.Tensor, experts: int) -> Route:
         key = self._stage, self._calls, self._number
         self._calls += 1
-        if self._again:
+        if self._recompute:
             return Route.of(chosen, experts, self._routing.compared(key, chosen))
         if self._real is None:
             route = Route.of(chosen, experts)
@@ -68,7 +68,7 @@ class RoutedVisit:
 
     def saw(self, balance: Balance, logits: torch.Tensor) -> None:
         """Takes the logits of a router."""
-        if self._again:
+        if self._recompute:
             self._sums.append(balance.summed(logits, self._real))
         else:
             balance.count(logits, self._real, self._tokens)
@@ -85,15 +85,15 @@ class Routing:
         model, plan, device, network = context.model, context.plan, context.device, context.anatomy.model
         self._model, self._device, numerics = model, device, plan.numerics
         self._mixtures = [stage for stage in model.stages if stage.choices]
-        self._begins, end = dict[int, int](), 0  # where the choices of each stage's micro-batches lie
+        self._first_choice, end = dict[int, int](), 0  # where the choices of each stage's micro-batches lie
         for stage in self._mixtures:
             if stage.goes_back:
-                self._begins[stage.index], end = end, end + kept_choices(stage, plan.group)
+                self._first_choice[stage.index], end = end, end + kept_choices(stage, plan.group)
         self._room = plan.group.micro_batch_tokens  # tokens of a micro-batch, at most
         self._chosen = device.empty(2 * end).view(torch.int16) if end else None
-        shape = len(self._begins), numerics.micro_batches
+        shape = len(self._first_choice), numerics.micro_batches
         self._differ = torch.zeros(shape, dtype=torch.int32, device=device.torch_device)  # tokens, by stage and micro-batch
-        self._kept: dict[Key, tuple[torch.Tensor, Sequence[int]]] = {}  # choices, and rows of each expert
+        self._forward_choices: dict[Key, tuple[torch.Tensor, Sequence[int]]] = {}  # choices, and rows of each expert
         self._sent: dict[tuple[int, int], NDArray[np.int64]] = {}  # tokens of each expert, by stage and mixture of it
         self._step = self._before = 0  # micro-batches of the step before this sweep
         self._real: Real | None = None  # of this sweep; None: no token is padding
@@ -116,7 +116,7 @@ class Routing:
         if not self._mixtures:
             return
         self._sent.clear()
-        self._kept.clear()
+        self._forward_choices.clear()
         self._differ.zero_()
         if self._balance is not None:
             self._balance.begin()
@@ -128,12 +128,12 @@ class Routing:
     def check(self, *, changed: bool) -> None:
         """Raises RecomputeError if a recompute so far chose other experts than its forward. Waits for the device. `changed`: an
         update of the step has begun."""
-        if not self._kept:
+        if not self._forward_choices:
             return
         found, micro_batches = self._device.numbers(self._differ).result(), self._differ.shape[1]
         for place, tokens in enumerate(found):
             if tokens:
-                name, number = self._model.stages[list(self._begins)[place // micro_batches]].name, place % micro_batches
+                name, number = self._model.stages[list(self._first_choice)[place // micro_batches]].name, place % micro_batches
                 told = f"sends {int(tokens)} tokens of micro-batch {number + 1} to other experts in backward than in forward"
                 raise RecomputeError(f"step {self._step}: {name} {told}", hint=_LOOK, changed=changed)
 
@@ -156,12 +156,12 @@ class Routing:
     # ---- a visit -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def visit(self, stage: int, parameters: Installed, *, again: bool) -> Iterator[RoutedVisit | None]:
+    def visit(self, stage: int, parameters: Installed, *, recompute: bool) -> Iterator[RoutedVisit | None]:
         """Watches the mixtures of a stage, inside; None if it has none. `parameters`: of the stage, as installed."""
         if not parameters.banks:
             yield None
             return
-        self._visit = visit = RoutedVisit(self, stage, again=again)
+        self._visit = visit = RoutedVisit(self, stage, recompute=recompute)
         for bank in parameters.banks:
             bank.routes = visit
         try:
@@ -173,28 +173,28 @@ class Routing:
         """Returns which tokens of a micro-batch are no padding (None: all), and how many."""
         if self._real is None:
             return None, part.tokens
-        host, there = self._real
-        return part.of(there).reshape(-1), int(part.of(host).sum())
+        host, on_device = self._real
+        return part.of(on_device).reshape(-1), int(part.of(host).sum())
 
     def keep(self, key: Key, chosen: torch.Tensor, counts: Sequence[int], real: Sequence[int]) -> None:
         """Takes what forward chose. `counts`: rows of each expert; `real`: those that are no padding."""
         stage, mixture, number = key
         sent = self._sent.setdefault((stage, mixture), np.zeros(len(counts), np.int64))
         sent += np.array(real, np.int64)
-        if stage in self._begins:
+        if stage in self._first_choice:
             assert self._chosen is not None
-            begin = self._begins[stage] + number * self._model.stages[stage].choices * self._room
-            begin += sum(self._kept[stage, before, number][0].numel() for before in range(mixture))
+            begin = self._first_choice[stage] + number * self._model.stages[stage].choices * self._room
+            begin += sum(self._forward_choices[stage, before, number][0].numel() for before in range(mixture))
             place = self._chosen[begin : begin + chosen.numel()].view(chosen.shape)
             place.copy_(chosen)
-            self._kept[key] = place, counts
+            self._forward_choices[key] = place, counts
 
     def compared(self, key: Key, chosen: torch.Tensor) -> Sequence[int]:
         """Counts the tokens that a recompute sends elsewhere. Returns the rows of each expert in forward."""
         stage, _, number = key
-        kept, counts = self._kept[key]
+        kept, counts = self._forward_choices[key]
         others = (kept != chosen.to(kept.dtype)).any(-1).sum(dtype=torch.int32)
-        place = self._differ[list(self._begins).index(stage), self._before + number]
+        place = self._differ[list(self._first_choice).index(stage), self._before + number]
         torch.maximum(place, others, out=place)
         return counts
 
@@ -214,7 +214,7 @@ class Balance:
 
     def __init__(self, model: PreTrainedModel, coefficient: float, device: Device) -> None:
         self.place = _recorder(model).index  # of the logits in what a router returns
-        self._experts, self._each, self._coefficient, self._device = *_sizes(model), coefficient, device
+        self._experts, self._choices, self._coefficient, self._device = *_sizes(model), coefficient, device
         self._counts = torch.zeros(self._experts, dtype=torch.int64, device=device.torch_device)
         self._sums = torch.zeros(self._experts, dtype=torch.float64, device=device.torch_device)  # of probabilities
         self._rows = 0  # tokens of all layers, padding not counted
@@ -229,7 +229,7 @@ class Balance:
     def count(self, logits: torch.Tensor, real: torch.Tensor | None, tokens: int) -> None:
         """Adds a router's micro-batch. logits: (tokens, experts); `tokens`: how many are real."""
         logits = logits.detach()
-        chosen = torch.topk(logits.softmax(-1), self._each, dim=-1).indices
+        chosen = torch.topk(logits.softmax(-1), self._choices, dim=-1).indices
         ones = torch.ones_like(chosen) if real is None else real.to(torch.int64).unsqueeze(1).expand_as(chosen)
         self._counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
         self._sums += self.summed(logits, real)
@@ -276,8 +276,8 @@ def _sizes(model: PreTrainedModel) -> tuple[int, int]:
     """Returns how many experts a mixture has, and how many of them a token is sent to, as the auxiliary loss has it; 0 if the
     model has none."""
     has_one, text = hasattr(sys.modules.get(type(model).__module__), "load_balancing_loss_func"), model.config.get_text_config()
-    experts, each = (getattr(model, name, getattr(text, name, None)) for name in ("num_experts", "num_experts_per_tok"))
-    return (experts, each) if has_one and isinstance(experts, int) and isinstance(each, int) else (0, 0)
+    experts, choices = (getattr(model, name, getattr(text, name, None)) for name in ("num_experts", "num_experts_per_tok"))
+    return (experts, choices) if has_one and isinstance(experts, int) and isinstance(choices, int) else (0, 0)
 
 
 def without_aux_loss(anatomy: Anatomy) -> str:

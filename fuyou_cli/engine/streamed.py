@@ -62,11 +62,11 @@ class Streamed:
     before: GradientEdge | None
     gradient: torch.Tensor | None = None
 
-    def take(self, gradient: torch.Tensor) -> None:
+    def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds the gradient from one user of the output."""
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
-    def taken(self) -> torch.Tensor:
+    def pop_gradient(self) -> torch.Tensor:
         """Returns the whole gradient and forgets it."""
         gradient, self.gradient = self.gradient, None
         assert gradient is not None, self.call.stage
@@ -86,7 +86,7 @@ class StreamedStage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.streamed.take(grad_y)
+        ctx.streamed.add_gradient(grad_y)
         return None, None, None, None
 
 
@@ -128,25 +128,25 @@ class Tape:
         y: torch.Tensor = StreamedStage.apply(anchor, x.detach(), streamed, self._passes)  # type: ignore[no-untyped-call]
         return y
 
-    def hand_on(self, edge: GradientEdge, gradient: torch.Tensor, *, again: bool = False) -> None:
-        """Passes a computed gradient on to the stages whose outputs it belongs to. `again`: another walk follows."""
+    def hand_on(self, edge: GradientEdge, gradient: torch.Tensor, *, retain: bool = False) -> None:
+        """Passes a computed gradient on to the stages whose outputs it belongs to. `retain`: another walk follows."""
         if isinstance(edge.node, StreamedStage._backward_cls):
             node: Any = edge.node
-            node.streamed.take(gradient)
+            node.streamed.add_gradient(gradient)
         else:
-            torch.autograd.backward([edge], [gradient], retain_graph=again)
+            torch.autograd.backward([edge], [gradient], retain_graph=retain)
 
     @torch.no_grad()
-    def backward(self, *, again: bool = False) -> None:
+    def backward(self, *, retain: bool = False) -> None:
         """Visits the stages in reverse, from the gradients handed on so far. It holds no whole-batch tensors, because each is
-        as large as a boundary. `again`: another walk follows, so the calls stay recorded."""
+        as large as a boundary. `retain`: another walk follows, so the calls stay recorded."""
         for number in reversed(range(len(self._calls))):
-            streamed = self._calls[number] if again else self._calls.pop()
+            streamed = self._calls[number] if retain else self._calls.pop()
             if streamed.gradient is None:  # nothing from here on learns anything
                 continue
-            gradient = self._passes.backward(streamed.call, streamed.ids, streamed.taken())
+            gradient = self._passes.backward(streamed.call, streamed.ids, streamed.pop_gradient())
             if gradient is not None and streamed.before is not None:
-                self.hand_on(streamed.before, gradient, again=again)
+                self.hand_on(streamed.before, gradient, retain=retain)
             del gradient
 
 
@@ -172,7 +172,7 @@ def streamed_forward(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call, x = StageCall.split(name, original, args, kwargs)
-        call = call.placed(passes.shared)
+        call = call.map_tensors(passes.shared)
         structure: list[Any] = []
 
         def run_of(call: StageCall) -> Run:
@@ -204,7 +204,7 @@ class StreamedModel:
         self._replaced: list[nn.Module] = []
         self._states: list[StageState] = []  # of these
         self._hooks: list[RemovableHandle] = []
-        self._placed: list[Placed] = []
+        self._moved_buffers: list[MovedBuffer] = []
         self._anatomy, self._passes = anatomy, passes
         self._device = device if on_device else torch.device("cpu")  # where the model's own forward computes
         self.tape = Tape(passes)
@@ -215,13 +215,13 @@ class StreamedModel:
             original = compiled.of(stage.module) if compiled is not None and compiles else own_forward(stage.module)
             self._replaced.append(stage.module)
             self._hooks += [] if compiles or inside is None else stage.call_inside(inside)
-            self._placed += place_buffers(stage.module, device)
+            self._moved_buffers += place_buffers(stage.module, device)
             state = StageState(stage.module) if stage.kind == "block" else None  # others keep nothing
             self._states += [] if state is None else [state]
             stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, state)
         if on_device:  # the model's own forward also computes there
-            self._placed += place_buffers(anatomy.model, device)
-        self._between = ModuleState(anatomy.model, without=anatomy.modules())
+            self._moved_buffers += place_buffers(anatomy.model, device)
+        self._between = ModuleState(anatomy.model, excluded=anatomy.modules())
         self._calls = CallsByLength(anatomy.model, anatomy.modules(), self._between)
 
     def divided(self, parts: tuple[MicroBatch, ...], documents: Documents | None, width: int, *, step: int) -> Divided:
@@ -262,13 +262,13 @@ class StreamedModel:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        put_back(self._placed)
+        put_back(self._moved_buffers)
 
 
-Placed = tuple[nn.Module, str, torch.Tensor]  # a buffer that was placed elsewhere: its module, its name, and what it was
+MovedBuffer = tuple[nn.Module, str, torch.Tensor]  # a buffer that was placed elsewhere: its module, its name, and what it was
 
 
-def place_buffers(root: nn.Module, device: torch.device) -> list[Placed]:
+def place_buffers(root: nn.Module, device: torch.device) -> list[MovedBuffer]:
     """Places all buffers on a device. Returns what `put_back` takes."""
     placed = []
     for module in root.modules():
@@ -279,7 +279,7 @@ def place_buffers(root: nn.Module, device: torch.device) -> list[Placed]:
     return placed
 
 
-def put_back(placed: list[Placed]) -> None:
+def put_back(placed: list[MovedBuffer]) -> None:
     """Gives modules the buffers that they had before, and forgets them."""
     while placed:
         module, name, value = placed.pop()

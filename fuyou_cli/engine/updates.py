@@ -195,13 +195,13 @@ class DeviceStates:
         model, plan, device = context.model, context.plan, context.device
         self.model, self.plan, self.device = model, plan, device
         self._narrow = model.compute_dtype == "bfloat16"
-        there = [stage for stage in plan.stages if stage.updated_there]
+        on_device = [stage for stage in plan.stages if stage.updated_there]
         self.homes = {
             stage.stage: self._open(model.stages[stage.stage], rests=gradients_rest(model, stage, plan.sweeps))
-            for stage in there
+            for stage in on_device
         }
         largest = max((model.stages[stage].trained for stage in self.homes), default=0)
-        self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if there else None
+        self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if on_device else None
         self.copies = StagedCopies(slots=plan.staging_slots, daemon=context.daemon, memory=context.memory, device=device)
         self._tickets = count(-1, -1)  # negative, so that they differ from the daemon's tickets
         self._updating: dict[int, _Updating | None] = {}
@@ -526,8 +526,8 @@ class StageCopy:
 
     def __init__(self, copies: StagedCopies, stage: int, extents: Extents) -> None:
         self._copies, self._stage = copies, stage
-        self._left = self._cut(extents)
-        self._next = next(self._left, None)
+        self._pieces = self._cut(extents)
+        self._next = next(self._pieces, None)
         self._under_way: deque[_Piece] = deque()
         self._sums: dict[StateTensor, int] = dict.fromkeys(extents, 0)
 
@@ -543,7 +543,7 @@ class StageCopy:
                 self._under_way.remove(piece)
         while self._next is not None and self._copies.free:
             self._begin(*self._next)
-            self._next = next(self._left, None)
+            self._next = next(self._pieces, None)
         return None if self._next is not None or self._under_way else self._sums
 
     def finish(self, wait: Callable[[float], None]) -> dict[StateTensor, int]:
@@ -554,8 +554,8 @@ class StageCopy:
 
     def _begin(self, name: StateTensor, source: torch.Tensor, target: int, position: int) -> None:
         copies = self._copies
-        whole = copies.free.pop()
-        slot = Span(offset=whole.offset, size=source.numel())
+        free = copies.free.pop()
+        slot = Span(offset=free.offset, size=source.numel())
         arrived = copies.device.download(source, copies.memory.tensor(slot, torch.uint8))
         self._under_way.append(_Piece(name, source, target, position, slot, arrived))
 

@@ -25,7 +25,7 @@ from .activations import Boundaries
 from .anatomy import Installed
 from .compute_weights import ComputeWeights
 from .context import Context
-from .crossings import Arriving, Beside, Crossings, Source
+from .crossings import AfterUpload, Arriving, Crossings, Source
 from .devices.base import Moment
 from .gradients import GradientSum, GradientSums, HandOver
 from .moves import DaemonMoves
@@ -75,9 +75,9 @@ class Visits:
         self.step = 0
         self._before = 0  # micro-batches of the step before this sweep
         self._parts: tuple[MicroBatch, ...] = ()  # the micro-batches of this sweep
-        self._left: list[tuple[Visit, float, Moment]] = []
+        self._visited: list[tuple[Visit, float, Moment]] = []
         self._looked = 0.0  # when everything was last moved that could move
-        self._begun = 0.0  # when the visit asked for its inputs
+        self._inputs_asked = 0.0  # when the visit asked for its inputs
         self._watcher = watcher
         # By identity of the source: masks and positions on the device.
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -95,7 +95,7 @@ class Visits:
     def begin_round(self, *, last: bool) -> None:
         """Begins the schedule anew; `last` stops prefetching for the round after it."""
         self._before, self._parts = 0, ()
-        self._left.clear()
+        self._visited.clear()
         self.lookahead.begin_step(last=last)
         self._shared.clear()
 
@@ -172,11 +172,11 @@ class Visits:
         keep = self.boundaries.room if self.device.separate else self.boundaries.stash
         keep(visit.stage, boundary, self.micro_batches(boundary), self.residency.wait_until)
 
-    def inputs(self, sources: Iterable[Source], beside: Beside = lambda number: None) -> Arriving:
+    def inputs(self, sources: Iterable[Source], after_upload: AfterUpload = lambda number: None) -> Arriving:
         """Begins to bring the inputs of the visit's micro-batches, when it waits for nothing else. The first goes before the
         next visit's weights."""
-        self._begun = time.monotonic()
-        arriving = Arriving(self.crossings, sources, beside)
+        self._inputs_asked = time.monotonic()
+        arriving = Arriving(self.crossings, sources, after_upload)
         if self.device.separate:
             self.lookahead.on_device()
         return arriving
@@ -220,13 +220,13 @@ class Visits:
 
     def leave(self, visit: Visit) -> None:
         """Ends the visit after its compute was submitted."""
-        self._left.append(
-            (visit, self._begun, self.device.mark())
+        self._visited.append(
+            (visit, self._inputs_asked, self.device.mark())
         )  # read at the step's end: to ask now would wait for the device
         if self.crossings.computing is not None:
             self.crossings.computing.leave(_shown_phase(visit), visit.stage)
         if visit.owner is not None:
-            self.weights.computed(visit.owner)
+            self.weights.note_compute(visit.owner)
             # The release lets a fetch or an update overwrite the slot, which the upload may still read.
             self.weights.settle(visit.owner)
         # A sum that is on its way down holds the span itself (`GradientSums`), so the visit need not.
@@ -239,7 +239,7 @@ class Visits:
         visit; the stalls of the step are known then."""
         self.moves.book_waits()
         found, over = list[VisitInterval](), 0.0
-        for visit, begin, ended in self._left:
+        for visit, begin, ended in self._visited:
             begin, over = max(begin, over), ended()
             found.append(VisitInterval(phase=_shown_phase(visit), stage=visit.stage, begin=begin, end=max(begin, over)))
         return found
@@ -275,7 +275,7 @@ class Visits:
     def shared(self, value: torch.Tensor) -> torch.Tensor:
         """Returns `value` on the device, copied once per step. Its source is kept too, so that its identity stays unique."""
         if id(value) not in self._shared:
-            self._shared[id(value)] = (value, self.device.told(value))
+            self._shared[id(value)] = (value, self.device.upload_now(value))
         return self._shared[id(value)][1]
 
     def tick(self) -> None:
@@ -311,12 +311,12 @@ class Visits:
 
 def backpropagate(
     y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor],
-    beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    more_roots: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:  # fmt: skip
-    """Runs backward from `y` to those of `leaves` that require a gradient. `beside`: other tensors that it begins at, each with
-    its gradient."""
+    """Runs backward from `y` to those of `leaves` that require a gradient. `more_roots`: other tensors that it begins at, each
+    with its gradient."""
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    roots, gradients = [y, *(root for root, _ in beside)], [grad_y, *(gradient for _, gradient in beside)]
+    roots, gradients = [y, *(root for root, _ in more_roots)], [grad_y, *(gradient for _, gradient in more_roots)]
     torch.autograd.backward(roots, gradients, inputs=wanted)
 
 

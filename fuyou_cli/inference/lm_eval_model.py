@@ -103,7 +103,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
                 for row, place in zip(chosen, batch.places, strict=True):
                     ids, scored = rows[row]
                     targets[place.row, place.end - scored : place.end] = torch.tensor(ids[-scored:])
-                found = losses.folded(batch, targets, last=done == len(rows))
+                found = losses.token_losses(batch, targets, last=done == len(rows))
                 opened.check()
                 each, likeliest = found.by_token(), found.likeliest_by_token()
                 for row, place in zip(chosen, batch.places, strict=True):

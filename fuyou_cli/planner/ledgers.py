@@ -51,7 +51,7 @@ class Runner(Protocol):
         """Starts AdamW for the record's stage with what is `due`. Returns its ticket."""
         ...
 
-    def updated(self, record: Record, result: Any) -> None:
+    def end_update(self, record: Record, result: Any) -> None:
         """Takes note that the update has ended. Raises if the step cannot go on."""
         ...
 
@@ -59,7 +59,7 @@ class Runner(Protocol):
         """Copies trained weights from their own home in RAM into the record's slot, in front of the frozen ones."""
         ...
 
-    def completed(self, generation: int) -> None:
+    def complete_generation(self, generation: int) -> None:
         """Takes note that every stage has reached this generation, which will be committed. No stage goes on before it is
         durable."""
         ...
@@ -151,7 +151,7 @@ class Residency:
         if not done():
             self._runner.wait(done, cause)
 
-    def stalled(self, cause: str, seconds: float) -> None:
+    def add_stall(self, cause: str, seconds: float) -> None:
         """Notes a stall that this ledger did not see itself."""
         if seconds > 0:
             self.stalls[cause] = self.stalls.get(cause, 0.0) + seconds
@@ -390,7 +390,7 @@ class Residency:
 
     def _finish_update(self, record: Record, result: object) -> None:
         record.update = None
-        self._runner.updated(record, result)
+        self._runner.end_update(record, result)
         record.turn = self.commits.next_turn(record.turn, record.generation)
         record.generation += 1
         record.zero_moments = False
@@ -407,7 +407,7 @@ class Residency:
             return
         del self._reached[generation]
         if self.commits.is_named(generation):
-            self._runner.completed(generation)
+            self._runner.complete_generation(generation)
 
     def let_go_of_all(self) -> None:
         """Forgets a step that was given up: no visit needs a span or its gradients any more. Updates that are due or under way
@@ -482,7 +482,7 @@ class KeptBoundary:
 class BoundaryLedger:
     """Keeps track of boundaries: where each stage's input is between forward and backward, and what is being moved.
 
-    Forward uses `room`, `stashed` and `seal`; backward uses `ready`; `drop` ends a stage's backward."""
+    Forward uses `room`, `place` and `seal`; backward uses `ready`; `drop` ends a stage's backward."""
 
     def __init__(self, *, plan: Plan, transfers: Transfers) -> None:
         self.plan, self.transfers = plan, transfers
@@ -512,7 +512,7 @@ class BoundaryLedger:
             span = self.free.pop()
         return span
 
-    def stashed(self, stage: int, span: Span | None, size: int) -> None:
+    def place(self, stage: int, span: Span | None, size: int) -> None:
         """Notes that the boundary's `size` bytes belong in `span`. The bytes are there when `seal` is called."""
         self.kept[stage] = KeptBoundary(size=align_up(size, RECORD_ALIGN), span=span)
 
@@ -547,7 +547,7 @@ class BoundaryLedger:
         wait_until(lambda: self.try_prefetch(stage) and self.kept[stage].read is None, "a boundary")
 
     def where(self, stage: int) -> Span:
-        """Returns the boundary's span in the arena. Valid between `stashed` and `seal`, and between `ready` and `drop`."""
+        """Returns the boundary's span in the arena. Valid between `place` and `seal`, and between `ready` and `drop`."""
         span = self.kept[stage].span
         assert span is not None
         return span

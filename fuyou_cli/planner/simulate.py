@@ -253,13 +253,13 @@ class SimulatedRun:
         parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
         return self.machine.submit(parts, what="update", stage=record.stage, priority=update_priority(plan))
 
-    def updated(self, record: Record, result: object) -> None:
+    def end_update(self, record: Record, result: object) -> None:
         pass
 
     def join(self, record: Record) -> None:
         pass  # a copy of little
 
-    def completed(self, generation: int) -> None:
+    def complete_generation(self, generation: int) -> None:
         pass
 
     def durable(self, stage: int) -> int:
@@ -274,7 +274,7 @@ class SimulatedRun:
         while not done():
             self.pass_time()
             self.tick()
-        self.residency.stalled(cause, self.machine.now - begin)
+        self.residency.add_stall(cause, self.machine.now - begin)
 
     # ---- one visit -------------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class SimulatedRun:
 
     def _stash(self, visit: Visit) -> None:
         span = self.boundaries.room(visit.stage, self.residency.wait_until)
-        self.boundaries.stashed(visit.stage, span, self.kept_bytes(visit.stage))
+        self.boundaries.place(visit.stage, span, self.kept_bytes(visit.stage))
         if self._seals_at_once(visit.stage):
             self.boundaries.seal(visit.stage)
 
@@ -410,7 +410,7 @@ class SimulatedRun:
         begin = self.machine.now
         while not done():
             self.pass_time()
-        self.residency.stalled(cause, self.machine.now - begin)
+        self.residency.add_stall(cause, self.machine.now - begin)
 
     def settle(self) -> None:
         """Waits until all gradients have arrived and are handed over."""

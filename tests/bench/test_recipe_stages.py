@@ -295,7 +295,7 @@ def test_rows_that_are_not_packed_are_timed_document_by_document(tmp_path: Path)
     assert isinstance(alone, BlockAlone) and alone._call.documents == [[32], [32]]
     alone.forward()
     alone.backward()
-    alone.given()
+    alone.backward_from_kept()
 
 
 def test_an_adapters_block_is_measured_with_its_adapter(tmp_path: Path) -> None:

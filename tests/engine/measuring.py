@@ -47,13 +47,13 @@ class LiveOutside(LiveBytes):
             if not isinstance(value, torch.Tensor):
                 continue
             storage = value.untyped_storage()
-            if self.low <= storage.data_ptr() < self.high or storage._cdata in self._known:
+            if self.low <= storage.data_ptr() < self.high or storage._cdata in self._seen:
                 continue
             if storage.data_ptr() in self.aside:
                 continue
-            self._known.add(storage._cdata)
+            self._seen.add(storage._cdata)
             self.live += storage.nbytes()
-            weakref.finalize(storage, self._dropped, storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
         self.peak = max(self.peak, self.live)
         return out
 
@@ -81,9 +81,9 @@ def peak_of_a_step(rig: Rig) -> int:
     live, visits = LiveOutside(rig.memory.arena), rig.executor.visits
     inputs = [] if visits.crossings.inputs is None else visits.crossings.inputs._places
     for place in (*visits.sums._spans, *visits.weights.turns, *inputs):
-        live._known.add(place.memory.untyped_storage()._cdata)
-    if (whole := visits.crossings.batches.whole) is not None:
-        live.aside = range(whole.data_ptr(), whole.data_ptr() + max(span.offset + span.size for span in rig.plan.batch_slots))
+        live._seen.add(place.memory.untyped_storage()._cdata)
+    if (memory := visits.crossings.batches.memory) is not None:
+        live.aside = range(memory.data_ptr(), memory.data_ptr() + max(span.offset + span.size for span in rig.plan.batch_slots))
     ids, labels = next(rig.subject.batches(1))
     with live:
         rig.step(ids, labels, 1, last=True)

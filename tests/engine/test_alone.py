@@ -48,7 +48,7 @@ def test_a_block_is_called_as_its_model_calls_it(family: str) -> None:
     model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
     call, x = StageCall.split(stage.name, block.forward, *seen[0])
     assert (alone._input.shape, alone._input.dtype) == (x.shape, x.dtype)
-    ours, theirs = (tree_leaves([one.rest, one.named, one.key]) for one in (alone._call, call))
+    ours, theirs = (tree_leaves([one.positional, one.named, one.key]) for one in (alone._call, call))
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
@@ -100,11 +100,11 @@ def test_what_is_kept_is_given_back_and_not_a_bit_changes(family: str) -> None:
     once = _gradients(stage, total.flat)
     assert len(once) > 3 and all(bool(gradient.abs().sum() > 0) for gradient in once[:1])
     for _ in range(2):
-        alone.given()
+        alone.backward_from_kept()
         total.flat.zero_()
-        alone.given()
+        alone.backward_from_kept()
         assert all(torch.equal(one, other) for one, other in zip(once, _gradients(stage, total.flat), strict=True))
-    assert set(alone._kept) == {operator.index for operator in stage.operators}
+    assert set(alone._outputs) == {operator.index for operator in stage.operators}
 
 
 def _gradients(stage: StageSpec, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -272,7 +272,7 @@ def test_neither_input_nor_weights_are_held() -> None:
     del before, y
     assert gone() is None
     again, again_weight = x.clone().requires_grad_(True), nn.Parameter(weight.clone())
-    graphs.again(_refused, again, 0, None, [again_weight]).backward(gradient)
+    graphs.recompute(_refused, again, 0, None, [again_weight]).backward(gradient)
     for one, other in zip((again, again_weight), expected, strict=True):
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
@@ -325,7 +325,7 @@ def test_a_graph_larger_than_planned_is_not_kept() -> None:
     graphs.forward(lambda part: _ran(part, weight), x, 0, [weight])
     assert told == [(512, 511)]
     with pytest.raises(AssertionError, match="runs again"):
-        graphs.again(_refused, x, 0, None, [weight])
+        graphs.recompute(_refused, x, 0, None, [weight])
 
 
 def test_what_graphs_share_is_counted_once() -> None:
@@ -336,7 +336,7 @@ def test_what_graphs_share_is_counted_once() -> None:
         for number in range(2):
             graphs.forward(lambda part: _ran(part, weight) * shared, torch.ones(4, 8), number, [weight])
         for number in range(2):
-            graphs.again(_refused, torch.ones(4, 8, requires_grad=True), number, None, [weight])
+            graphs.recompute(_refused, torch.ones(4, 8, requires_grad=True), number, None, [weight])
     none.forward(lambda part: _ran(part, weight) * shared, torch.ones(4, 8), 0, [weight])
     assert told == [(1024, 0)]
 

@@ -88,11 +88,11 @@ def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str
     monkeypatch.setattr(compute_weights, "_AT_ONCE", 64 * 256)
     stage, bank = packed(kind, dtype)
     host, device = HostDecoder(dtype, threads=2), open_device(on)
-    there, bank_there = DeviceDecoder(device, 64 * 256), device.told(bank)
+    there, bank_there = DeviceDecoder(device, 64 * 256), device.upload_now(bank)
     for name, at in stage.packed().items():
         ours, theirs = (torch.full((at.numel,), float("nan"), dtype=TORCH_DTYPE[dtype]) for _ in range(2))
         host.decode(kind, bank, at, ours)
-        decoded = device.told(theirs)
+        decoded = device.upload_now(theirs)
         there.decode(kind, bank_there, at, decoded)
         assert torch.equal(ours, decoded.cpu()), name
         if kind in TRANSPOSED:  # an export writes it as the model has it

@@ -30,8 +30,8 @@ def test_every_page_is_taken_and_keeps_what_it_holds() -> None:
 def test_all_of_an_arena_that_ends_amid_an_element() -> None:
     with Arena(4099) as arena:
         memory = HostMemory(arena)
-        assert [memory.whole(dtype).numel() for dtype in (torch.uint8, torch.bfloat16, torch.int64)] == [4099, 2049, 512]
-        memory.whole(torch.int64)[1] = -1
+        assert [memory.all_of(dtype).numel() for dtype in (torch.uint8, torch.bfloat16, torch.int64)] == [4099, 2049, 512]
+        memory.all_of(torch.int64)[1] = -1
         assert memory.tensor(Span(offset=8, size=8), torch.uint8).tolist() == [255] * 8
 
 

@@ -182,7 +182,7 @@ def test_attention_that_calls_torchs_by_another_name_stays_in_the_mode(
     with Rig(subject, tmp_path / "kept", home="cpu", device="emulated", kept="all") as rig:
         assert_same((rig.run(2), rig.weights()), expected)
         stages = [own for own in rig.executor.activations if isinstance(own, activations.KeptOutputs)]
-        assert stages and all((known is not None) == by_name for own in stages for known in own._known.values())
+        assert stages and all((calls is not None) == by_name for own in stages for calls in own._calls_by_shape.values())
 
 
 def test_torchs_attention_is_put_back_when_a_model_raises() -> None:

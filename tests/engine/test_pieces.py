@@ -126,7 +126,7 @@ class _Behind(LateDevice):
             self.seen.append((self.visits, None if after is None else after.visits))
         return super().upload(host, device, after=after, bulk=bulk)
 
-    def computed(self) -> Event:
+    def compute_end(self) -> Event:
         return _Point(self.visits)
 
 
@@ -189,9 +189,9 @@ def test_large_and_small_copies_are_whole_on_a_gpu(gpu: Device) -> None:
 @pytest.mark.parametrize("bulk", [True, False])
 def test_an_upload_waits_for_its_targets_last_reader_on_a_gpu(bulk: bool, gpu: Device) -> None:
     host, place = _pinned(4096, 1), gpu.empty(4096)
-    read = gpu.computed()
+    read = gpu.compute_end()
     torch.cuda._sleep(2_000_000_000)  # about a second of compute
-    later = gpu.computed()
+    later = gpu.compute_end()
     gpu.upload(host, place, after=read, bulk=bulk).synchronize()
     assert not later.done()
     gpu.upload(host, place, bulk=bulk).synchronize()  # behind all that was submitted

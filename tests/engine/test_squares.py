@@ -161,7 +161,7 @@ def test_a_gpu_gives_the_same_bits_by_the_kernel(dtype: torch.dtype) -> None:
     runs = [(sum(counts[:number]), count) for number, count in enumerate(counts)]
     room = torch.empty(1 << 21, dtype=torch.float64)
     with closing(open_device("cuda")) as device:
-        found = device.squares(device.told(flat), runs, device.empty(8 << 21)).result()
+        found = device.squares(device.upload_now(flat), runs, device.empty(8 << 21)).result()
         assert isinstance(device, CudaDevice) and device._square[dtype] is not None
     assert found == squares_in_lanes(flat, runs, room).tolist()
 

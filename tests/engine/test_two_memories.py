@@ -29,7 +29,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine import streamed
 from fuyou_cli.engine.devices.base import Device, Event
 from fuyou_cli.engine.forward_only import ForwardOnly
-from fuyou_cli.engine.streamed import Placed
+from fuyou_cli.engine.streamed import MovedBuffer
 from fuyou_cli.recipe.schema import AdapterSection
 from tests.emulated import EmulatedDevice
 
@@ -50,8 +50,8 @@ class Told(EmulatedDevice):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.mine(super().empty_like(host))
 
-    def told(self, host: torch.Tensor) -> torch.Tensor:
-        return self.mine(super().told(host))
+    def upload_now(self, host: torch.Tensor) -> torch.Tensor:
+        return self.mine(super().upload_now(host))
 
     upload_all = Device.upload_all
 
@@ -114,7 +114,7 @@ def watched(subject: Subject, folder: Path, monkeypatch: pytest.MonkeyPatch, **w
     """Opens a rig on the emulated device, and checks at its end that no operator inside the mode was given both memories."""
     device = Told()
 
-    def place(root: nn.Module, _: torch.device) -> list[Placed]:
+    def place(root: nn.Module, _: torch.device) -> list[MovedBuffer]:
         for module in root.modules():
             for name, value in module._buffers.items():
                 if value is not None and not device.owns(value):

@@ -75,7 +75,7 @@ class Device:
         """Allocates device memory for a copy of `host`, with its shape and strides."""
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
 
-    def told(self, host: torch.Tensor) -> torch.Tensor:
+    def upload_now(self, host: torch.Tensor) -> torch.Tensor:
         """Returns a small tensor (ids, targets) on the device. It may wait for all submitted work, so call it before
         submitting."""
         return host
@@ -100,7 +100,7 @@ class Device:
         """Does the same the other way (host, device), like `upload`."""
         return [self.upload(host, device) for host, device in pairs]
 
-    def computed(self) -> Event:
+    def compute_end(self) -> Event:
         """Returns the point after all compute submitted so far."""
         return Event()
 

@@ -226,34 +226,34 @@ class CudaDevice(Device):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.torch_device)
 
-    def told(self, host: torch.Tensor) -> torch.Tensor:
+    def upload_now(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.torch_device)  # sync: from pageable memory
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
-        after = self.computed() if after is None else after
+        after = self.compute_end() if after is None else after
         assert isinstance(after, CudaEvent)
         return self._copy(host, device, host, after, bulk=bulk)
 
     def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
-        return self._copy(device, host, host, self.computed(), bulk=bulk)
+        return self._copy(device, host, host, self.compute_end(), bulk=bulk)
 
     def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
         if not pairs or any(self._host.refuses(host) for _, host in pairs):
             return super().download_all(pairs)
-        self.computed().before(self._down)
+        self.compute_end().before(self._down)
         return [self._copies.make(pairs, self._down, up=False, blocking=True)]
 
     def upload_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
         if not pairs or any(self._host.refuses(host) for host, _ in pairs):
             return super().upload_all(pairs)
-        self.computed().before(self._up)
+        self.compute_end().before(self._up)
         return [self._copies.make(pairs, self._up, up=True)]
 
-    def computed(self) -> CudaEvent:
+    def compute_end(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(), blocking=True)  # updates need the core that a spinning host would take
 
     def mark(self) -> Moment:
-        event, zero, zero_at = self.computed(), self._zero, self._zero_at
+        event, zero, zero_at = self.compute_end(), self._zero, self._zero_at
 
         def moment() -> float:
             event.synchronize()  # sync: called at the end of a step, when all of it has ended
@@ -279,17 +279,17 @@ class CudaDevice(Device):
         lanes = lanes.view(torch.float64)
         if flat.dtype not in self._square:
             self._square[flat.dtype] = square_kernel(flat.dtype, lanes)
-        return self._brought(squares_in_lanes(flat, runs, lanes, kernel=self._square[flat.dtype]))
+        return self._bring_to_host(squares_in_lanes(flat, runs, lanes, kernel=self._square[flat.dtype]))
 
     def numbers(self, values: torch.Tensor) -> Squares:
-        return self._brought(values.flatten().to(torch.float64, copy=True))  # a copy that nothing else writes to
+        return self._bring_to_host(values.flatten().to(torch.float64, copy=True))  # a copy that nothing else writes to
 
-    def _brought(self, found: torch.Tensor) -> Squares:
-        host = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
+    def _bring_to_host(self, values: torch.Tensor) -> Squares:
+        host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
         self._results.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._results):
-            host.copy_(found, non_blocking=True)
-        found.record_stream(self._results)
+            host.copy_(values, non_blocking=True)
+        values.record_stream(self._results)
         return CudaSquares(host, CudaEvent(self._results))
 
     def _set_clock(self) -> None:

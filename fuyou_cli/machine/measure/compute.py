@@ -222,7 +222,7 @@ class Sample:
         }
         if isinstance(alone, BlockAlone) and alone.given_flops:  # of a head nothing is kept
             name = f"{what}, backward, outputs kept"
-            actions["given"] = Action(name=name, run=alone.given, amount=alone.given_flops, share=0.25)
+            actions["given"] = Action(name=name, run=alone.backward_from_kept, amount=alone.given_flops, share=0.25)
         return actions
 
     def rated(self, rates: dict[str, Rate], device: torch.device) -> StageRate:
