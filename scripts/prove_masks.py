@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.verdicts import ROOT, Row, conclude, holds, missing, plain_parser
 
-from fuyou_cli.data.cache import Asked, prepare
+from fuyou_cli.data.cache import RowsRequest, prepare
 from fuyou_cli.data.rows import LABEL, NO_LOSS
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 from tests.data.conftest import CHATML_MARKED, CHATML_UNMARKED, save_tokenizer
@@ -142,7 +142,7 @@ def by_fuyou(rows: Sequence[Raw], tokenizer_dir: Path, work: Path) -> list[Label
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     entry = DatasetEntry(path=str(file))
     dataset = DatasetSection(train=(entry,), max_seq_len=LONGEST, num_workers=1, overlong="error")
-    made = prepare(Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), work / "cache")
+    made = prepare(RowsRequest(dataset=dataset, tokenizer_dir=tokenizer_dir), work / "cache")
     found = []
     for index in range(len(made)):
         tokens, mask = made.tokens(index).tolist(), made.mask(index)

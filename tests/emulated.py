@@ -34,7 +34,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a program
 
 from fuyou_cli.core.units import gib
 from fuyou_cli.engine.devices import OPENERS
-from fuyou_cli.engine.devices.base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces, squares_of
+from fuyou_cli.engine.devices.base import (
+    MOST_COPIES,
+    PIECE,
+    Copy,
+    Device,
+    Event,
+    Moment,
+    Squares,
+    ValueRun,
+    in_pieces,
+    squares_of,
+)
 from fuyou_cli.engine.devices.cuda import STAGING, PinnedMemory, Staging
 from fuyou_cli.recipe.schema import OffloadSection, Recipe
 from fuyou_cli.spec.hardware import ON_PROCESSOR
@@ -336,7 +347,7 @@ class EmulatedDevice(Device):
         self._pinnable -= size
         return True
 
-    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+    def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         return self._summing.submit(squares_of, flat, runs)
 
     def copies(self) -> list[Copy]:

@@ -214,14 +214,14 @@ _FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM if there is little of it
 INT8, SMALL_SUMS = "optimizer.state_dtype=int8", "precision.grad_accum=bfloat16"
 _PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates", "norm_first")
 
-Steps = tuple[tuple[str, ...], ...]  # each is one change: key=value of one or two keys
+ChangeSteps = tuple[tuple[str, ...], ...]  # each is one change: key=value of one or two keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class ChangeKind:
     """Holds the changes of one kind, smallest first. `numerics`: they change the run's numerics."""
 
-    steps: Steps
+    steps: ChangeSteps
     numerics: bool = False
 
 
@@ -241,7 +241,7 @@ def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
     return [outcome for _, outcome in helping[:SHOWN]]
 
 
-def _helping(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
+def _helping(trials: _Trials, kinds: list[ChangeKind]) -> list[tuple[bool, Outcome]]:
     """Returns the changes that help, each with whether it changes the run's numerics."""
     helping = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
     for one, other in combinations(kinds, 2) if not helping else ():
@@ -265,12 +265,12 @@ class _Trials:
     def exhausted(self) -> bool:
         return len(self._known) >= _MOST_QUICK
 
-    def first(self, kind: Kind) -> Outcome | None:
+    def first(self, kind: ChangeKind) -> Outcome | None:
         """Returns the smallest of its changes that helps. If neither the smallest nor the largest fits, none between does."""
         ends = (self._quickly(changes) for changes in (kind.steps[-1], kind.steps[0]))
         return self._least(kind.steps) if any(end is not None and not end.problems for end in ends) else None
 
-    def pair(self, one: Kind, other: Kind) -> Outcome | None:
+    def pair(self, one: ChangeKind, other: ChangeKind) -> Outcome | None:
         """Returns a pair of changes, each as small as possible, if both at their largest help."""
         if not self._passes((*one.steps[-1], *other.steps[-1])):
             return None
@@ -305,32 +305,32 @@ def _trained(prepared: Planned) -> int:
 # ---- what may be changed ---------------------------------------------------------------------------------------------
 
 
-def candidates(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
+def candidates(prepared: Planned, *, fits: bool) -> Iterator[ChangeKind]:
     """Yields every kind of change that this recipe allows. A run that `fits` only needs to write less, for as many tokens. A
     saved run keeps its numerics."""
     kinds = [*_of_placement(prepared, fits=fits)]
     if prepared.manifest is None:
-        kinds += [Kind(steps=steps, numerics=True) for steps in _of_numbers(prepared, fits=fits)]
+        kinds += [ChangeKind(steps=steps, numerics=True) for steps in _of_numbers(prepared, fits=fits)]
     yield from (kind for kind in kinds if kind.steps)
 
 
-def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
+def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[ChangeKind]:
     """Yields the changes that keep every loss the same."""
     recipe, plan = prepared.recipe, prepared.plan
     keeps = any(stage.kept for stage in plan.stages) and recipe.offload.activations == "auto"
     pinned = tuple(f"offload.{key}=auto" for key in _PINS if getattr(recipe.offload, key) != "auto")
-    yield Kind(steps=_memory(prepared))
+    yield ChangeKind(steps=_memory(prepared))
     if not fits:
-        yield Kind(steps=_if(recipe.export.at_end, "export.at_end=false"))
-    yield Kind(steps=_rarer_commits(prepared))
-    yield Kind(steps=_if(recipe.offload.wear != "spare", "offload.wear=spare"))
-    yield Kind(steps=_if(keeps, "offload.activations=recompute"))
-    yield Kind(steps=(*((pin,) for pin in pinned), *([pinned] if len(pinned) > 1 else [])))
+        yield ChangeKind(steps=_if(recipe.export.at_end, "export.at_end=false"))
+    yield ChangeKind(steps=_rarer_commits(prepared))
+    yield ChangeKind(steps=_if(recipe.offload.wear != "spare", "offload.wear=spare"))
+    yield ChangeKind(steps=_if(keeps, "offload.activations=recompute"))
+    yield ChangeKind(steps=(*((pin,) for pin in pinned), *([pinned] if len(pinned) > 1 else [])))
     for key in ("cpu", "gpu", "ssd"):
-        yield Kind(steps=_if(not getattr(recipe.offload.max_memory, key).is_auto, f"offload.max_memory.{key}=auto"))
+        yield ChangeKind(steps=_if(not getattr(recipe.offload.max_memory, key).is_auto, f"offload.max_memory.{key}=auto"))
 
 
-def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
+def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[ChangeSteps]:
     """Yields the changes that change the losses."""
     recipe, numerics = prepared.recipe, prepared.plan.numerics
     batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
@@ -354,7 +354,7 @@ def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
     yield same_tokens(prepared, [batch * factor for factor in (2, 4, 8, 16) if prepared.total_steps >= factor])
 
 
-def _if(possible: bool, change: str) -> Steps:
+def _if(possible: bool, change: str) -> ChangeSteps:
     return ((change,),) if possible else ()
 
 
@@ -369,7 +369,7 @@ def may_have_smaller_sums(prepared: Planned) -> bool:
     return precision.compute == "bfloat16" != precision.grad_accum
 
 
-def _memory(prepared: Planned) -> Steps:
+def _memory(prepared: Planned) -> ChangeSteps:
     """Returns more RAM for the process, up to the machine's: the smallest size that is enough, then larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
     request = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
@@ -386,7 +386,7 @@ def _memory(prepared: Planned) -> Steps:
     return tuple((change,) for change in (*less, *(f"offload.max_memory.cpu={size}GiB" for size in sizes)))
 
 
-def _rarer_commits(prepared: Planned) -> Steps:
+def _rarer_commits(prepared: Planned) -> ChangeSteps:
     """Returns fewer commits, because each writes what rests in RAM."""
     plan, every = prepared.plan, prepared.plan.commit_every
     resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
@@ -395,7 +395,7 @@ def _rarer_commits(prepared: Planned) -> Steps:
     return tuple((f"checkpoint.commit_every_steps={factor * every}",) for factor in (10, 100))
 
 
-def same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
+def same_tokens(prepared: Planned, batches: Iterable[int]) -> ChangeSteps:
     """Returns other batch sizes for the same training. A step writes its states once, whatever its batch."""
     train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
     by_epochs = train.max_steps is None  # the number of steps then follows

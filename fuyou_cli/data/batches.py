@@ -35,7 +35,7 @@ Dealt = list[list[int]]  # rows of each micro-batch, as places in a list of rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RowPlace:
     """Says where a row lies in a batch."""
 
     row: int
@@ -53,7 +53,7 @@ class Batch:
     label_tokens: int  # labels that count, of tokens that are not the first of a row
     documents: list[list[int]] | None  # tokens of each row's documents, its padding last; None: not kept apart
     sweeps: tuple[tuple[MicroBatch, ...], ...] | None  # micro-batches of each sweep; None: all are as wide as the array
-    places: tuple[Place, ...]  # of the rows, in the order in which they were asked for
+    places: tuple[RowPlace, ...]  # of the rows, in the order in which they were asked for
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (input_ids, labels) as torch tensors that share this batch's memory."""
@@ -211,7 +211,7 @@ def laid_out(rows: RowSource, indices: Sequence[int], dealt: Sequence[Dealt], *,
     input_ids = np.full((height, max(widths)), pad_id, np.int64)
     labels = np.full((height, max(widths)), NO_LOSS, np.int64)
     documents: list[list[int]] = []
-    places: dict[int, Place] = {}
+    places: dict[int, RowPlace] = {}
     sweeps: list[tuple[MicroBatch, ...]] = []
     row, width_of = 0, iter(widths)
     for share in dealt:
@@ -224,7 +224,7 @@ def laid_out(rows: RowSource, indices: Sequence[int], dealt: Sequence[Dealt], *,
                 input_ids[row, begin:end] = tokens
                 labels[row, begin:end] = np.where(mask != 0, tokens, NO_LOSS)
                 labels[row, begin] = NO_LOSS  # nothing predicts it
-                places[place] = Place(row=row, begin=begin, end=end)
+                places[place] = RowPlace(row=row, begin=begin, end=end)
                 longest = max(longest, *(own or [len(tokens)]))
                 if apart:
                     begin = end
@@ -279,7 +279,7 @@ def collate(rows: RowSource, indices: Sequence[int], *, pad_id: int, max_len: in
         label_tokens=int(np.count_nonzero(labels[:, 1:] != NO_LOSS)),
         documents=documents or None,
         sweeps=None,
-        places=tuple(Place(row=number, begin=0, end=length) for number, length in enumerate(lengths)),
+        places=tuple(RowPlace(row=number, begin=0, end=length) for number, length in enumerate(lengths)),
     )
 
 
@@ -330,7 +330,8 @@ class Sampler:
 
     Epochs follow each other without a gap: step n takes positions [n * batch_size, (n + 1) * batch_size) of one endless
     sequence. Without weights the permutation of epoch e fills positions [e * rows, (e + 1) * rows). In a mixture every entry
-    has its own endless sequence, and `Mixture` says which entry is next. An epoch of a mixture is as many rows as there are.
+    has its own endless sequence, and `DatasetMixture` says which entry is next. An epoch of a mixture is as many rows as there
+    are.
     """
 
     PEAK_BYTES = 24  # per row of the order: 8 drawn, 8 of their order, and the sort's working memory
@@ -353,7 +354,7 @@ class Sampler:
             _Order(size, first=first, entry=entry, shuffle=shuffle, seed=seed)
             for entry, (size, first) in enumerate(zip(self._sizes, firsts, strict=False))
         ]
-        self._mixture = Mixture(weights) if len(weights) > 1 else None
+        self._mixture = DatasetMixture(weights) if len(weights) > 1 else None
 
     @property
     def peak_bytes(self) -> int:
@@ -407,7 +408,7 @@ class Sampler:
 # ---- mixtures --------------------------------------------------------------------------------------------------------
 
 
-class Mixture:
+class DatasetMixture:
     """Deals positions 0, 1, 2, ... to entries. After any n of them each entry has had its share of n, to within one.
 
     The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): of the entries that are owed
@@ -463,7 +464,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class HeldPart:
     """Names the samples held back, or the others. A worker is asked for one part in its own process."""
 
     fraction: float

@@ -29,7 +29,7 @@ from fuyou_cli.core.paths import read_plain, scratch_in
 from fuyou_cli.core.units import MiB, gb
 
 from . import sandbox
-from .batches import Part
+from .batches import HeldPart
 from .reading import Prompt, as_data, first_bad_line, suffixes
 from .rows import TOKEN_BYTES, TOKENS, Rows
 from .sources import Say, find_sources, say_nothing, size_of
@@ -47,17 +47,17 @@ _ELSEWHERE = "set dataset.cache_dir to a writable folder (the default is inside 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class RowsRequest:
     """Names the rows: what is read, and with which tokenizer. `part`: of its samples; None: all."""
 
     dataset: DatasetSection
     tokenizer_dir: Path
     chat_template: Path | None = None
     pad_token: str | None = None
-    part: Part | None = None
+    part: HeldPart | None = None
 
 
-def prepare(asked: Asked, cache_dir: Path, *, say: Say = say_nothing) -> Rows:
+def prepare(asked: RowsRequest, cache_dir: Path, *, say: Say = say_nothing) -> Rows:
     """Finds the rows that an earlier run made, or tokenises now.
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used.
@@ -83,7 +83,7 @@ def rename_unless_made(made: Path, final: Path) -> None:
             raise
 
 
-def find(asked: Asked, cache_dir: Path) -> Rows | None:
+def find(asked: RowsRequest, cache_dir: Path) -> Rows | None:
     """Finds the rows if they are there already. Starts nothing and writes nothing."""
     request, paths = request_for(asked)
     final = cache_dir / fingerprint(request, _content)
@@ -103,7 +103,7 @@ def prompt_ids(
     return ids
 
 
-def request_for(asked: Asked, *, fetching: Say | None = None) -> tuple[dict[str, Any], list[str]]:
+def request_for(asked: RowsRequest, *, fetching: Say | None = None) -> tuple[dict[str, Any], list[str]]:
     """Returns the request for the worker, and the recipe's paths."""
     dataset, part = asked.dataset, asked.part
     sources = find_sources(dataset, fetching=fetching)

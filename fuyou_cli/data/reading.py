@@ -79,7 +79,7 @@ def _stream(file: Path, packing: str) -> Any:
 
 
 LARGEST_ROW = 1 << 24  # most characters of a file held at once
-Placed = tuple[str, dict[str, Any]]  # "train.jsonl:17" and the row
+PlacedRow = tuple[str, dict[str, Any]]  # "train.jsonl:17" and the row
 _CHUNK = 1 << 18
 _SPACE = re.compile(r"[ \t\r\n]*")
 _POSITION = re.compile(r": line \d+ column (\d+) \(char \d+\)$")
@@ -90,7 +90,7 @@ _ROWS_AT_ONCE = 256
 _NO_TYPE = (ValueError, LookupError, TypeError, OverflowError, ImportError, NotImplementedError)  # where Python has no type
 
 
-def read_rows(file: Path, *, skipped: int = 0, by_line: bool = False) -> Iterator[Placed]:
+def read_rows(file: Path, *, skipped: int = 0, by_line: bool = False) -> Iterator[PlacedRow]:
     """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a text file every paragraph, or every line
     as `datasets` does, as `text`. The first `skipped` are left out; lines of JSON are not even parsed then.
 
@@ -132,7 +132,7 @@ def first_bad_line(file: Path) -> str:
     return str(file)
 
 
-def _json_rows(file: Path, skipped: int) -> Iterator[Placed]:
+def _json_rows(file: Path, skipped: int) -> Iterator[PlacedRow]:
     """Yields the rows of a file with one object per line, or with one array. Raises UsageError with file and line."""
     with opened(file) as stream:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -185,7 +185,7 @@ class _JsonArray:
         self._file, self._read = file, read
         self._text, self._at, self._line = "", 0, 1
 
-    def rows(self) -> Iterator[Placed]:
+    def rows(self) -> Iterator[PlacedRow]:
         self._expect("[")
         if self._next() != "]":
             yield self._element()
@@ -209,7 +209,7 @@ class _JsonArray:
             raise self._error(f"Expecting '{character}'" + " or ','" * (character == "]"), self._at)
         self._at += 1
 
-    def _element(self) -> Placed:
+    def _element(self) -> PlacedRow:
         self._next()
         place = f"{self._file}:{self._line}"
         while True:
@@ -243,7 +243,7 @@ class _JsonArray:
         return UsageError(f"{self._file}:{line}: not valid JSON: {what} (column {column})")
 
 
-def _csv_rows(file: Path) -> Iterator[Placed]:
+def _csv_rows(file: Path) -> Iterator[PlacedRow]:
     """Yields each record with the line where it begins: a quoted cell may hold line breaks."""
     csv.field_size_limit(LARGEST_ROW)
     begin, held, ended = 1, 0, False
@@ -275,7 +275,7 @@ def _csv_rows(file: Path) -> Iterator[Placed]:
         raise UsageError(f"{file}:{begin}: not valid csv: {error}") from error
 
 
-def _columnar_rows(file: Path) -> Iterator[Placed]:
+def _columnar_rows(file: Path) -> Iterator[PlacedRow]:
     from pyarrow import ArrowException  # type: ignore[import-untyped,unused-ignore]
 
     number = 0
@@ -329,7 +329,7 @@ def _record_batches(file: Path) -> Iterator[Any]:
             yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _paragraphs(file: Path) -> Iterator[Placed]:
+def _paragraphs(file: Path) -> Iterator[PlacedRow]:
     """Yields the text between empty lines."""
     number, text = 0, ""
     for line in chain(_lines(file), [""]):
@@ -343,7 +343,7 @@ def _paragraphs(file: Path) -> Iterator[Placed]:
             text = ""
 
 
-def _text_lines(file: Path) -> Iterator[Placed]:
+def _text_lines(file: Path) -> Iterator[PlacedRow]:
     """Yields every line, empty ones too. A byte order mark is kept, as by `datasets`."""
     for number, line in enumerate(_lines(file, encoding="utf-8"), start=1):
         yield f"{file}:{number}", {"text": line.removesuffix("\n")}

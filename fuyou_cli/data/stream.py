@@ -31,8 +31,17 @@ from numpy.typing import NDArray
 from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gb
 
-from .batches import Mixture, Sampler, permutation
-from .cache import Asked, WorkerProcess, fingerprint, naming_space, rename_unless_made, request_for, request_line, scratch_of
+from .batches import DatasetMixture, Sampler, permutation
+from .cache import (
+    RowsRequest,
+    WorkerProcess,
+    fingerprint,
+    naming_space,
+    rename_unless_made,
+    request_for,
+    request_line,
+    scratch_of,
+)
 from .rows import DataSummary, Rows
 from .sources import Say, is_remote, may_ask
 from .worker import PART_SAMPLES, PART_TOKENS, Position, read_next
@@ -49,7 +58,7 @@ class Stream:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: RowsRequest,
         *,
         cache_dir: Path,
         batch_size: int,
@@ -82,7 +91,7 @@ class Stream:
             return permutation(rows, seed=seed, epoch=epoch, entry=entry, part=part) if dataset.shuffle else range(rows)
 
         self._entries = [_Entry(n, group, folder, paths, worker, order, check, say) for n, group in enumerate(groups)]
-        self._mixture = Mixture(dataset.weights) if len(groups) > 1 else None
+        self._mixture = DatasetMixture(dataset.weights) if len(groups) > 1 else None
         self._batch_size = batch_size
         self._last: tuple[int, list[int]] = (-1, [])
         self.summary = replace(_together([entry.first for entry in self._entries]), digest=self.fingerprint, streamed=True)

@@ -43,7 +43,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", None)  # types of a part tha
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Messages = Sequence[dict[str, Any]]
-Span = tuple[int, int]
+CharSpan = tuple[int, int]
 
 
 class Encoded(NamedTuple):
@@ -315,8 +315,8 @@ class Spans:
 
     chat: Chat  # as the template takes it
     text: str
-    marks: Sequence[Span] = ()
-    turns: Mapping[int, Sequence[Span]] | None = None
+    marks: Sequence[CharSpan] = ()
+    turns: Mapping[int, Sequence[CharSpan]] | None = None
     noted: frozenset[str]
 
 
@@ -427,7 +427,7 @@ class Conversations:
         with LibraryErrors(lambda why: UsageError(f"{self._template} cannot be used: {why}")):
             return _GENERATION.search(self._tokenizer.get_chat_template(tools=list(chat.tools) or None)) is not None
 
-    def _marks(self, chat: Chat) -> list[Span]:
+    def _marks(self, chat: Chat) -> list[CharSpan]:
         """Returns the characters that the template marks, those that touch as one."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -437,7 +437,7 @@ class Conversations:
             conversations=[messages], tools=tools, chat_template=self._tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=True, **{**self._tokenizer.special_tokens_map, **chat.options},
         )])  # fmt: skip
-        merged: list[Span] = []
+        merged: list[CharSpan] = []
         for begin, end in sorted(found):
             if merged and begin <= merged[-1][1]:
                 merged[-1] = merged[-1][0], max(end, merged[-1][1])
@@ -445,7 +445,7 @@ class Conversations:
                 merged.append((begin, end))
         return merged
 
-    def _follow_the_prompt(self, chat: Chat, text: str, marks: Sequence[Span]) -> bool:
+    def _follow_the_prompt(self, chat: Chat, text: str, marks: Sequence[CharSpan]) -> bool:
         """Whether every mark begins where generation would: behind the text that asks for an answer."""
         try:
             asked = self.render(chat, chat.messages, add_generation_prompt=True)
@@ -491,12 +491,12 @@ class Conversations:
                 depth -= 1
         return False
 
-    def by_prefixes(self, chat: Chat, whole: str, turns: Sequence[int]) -> tuple[dict[int, Span], set[int]]:
+    def by_prefixes(self, chat: Chat, whole: str, turns: Sequence[int]) -> tuple[dict[int, CharSpan], set[int]]:
         """Returns the characters of `whole` that each of the assistant's messages `turns` is, end-of-turn token included, and
         before which of them the template ignores `add_generation_prompt`, so that the beginning is found otherwise.
 
         Raises RowError if one cannot be located exactly."""
-        found, prompt, unasked = dict[int, Span](), "", set[int]()
+        found, prompt, unasked = dict[int, CharSpan](), "", set[int]()
         for turn in turns:
             if turn == 0:
                 raise RowError("the conversation begins with the assistant, which this chat template cannot mask")

@@ -34,7 +34,7 @@ from fuyou_cli.core.disk import FULL, unusable
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 from fuyou_cli.core.json_files import from_json, read_object
 
-from .batches import Part
+from .batches import HeldPart
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .reading import as_prompt, kind_of_rows, pieces_of, read_document, read_rows
 from .rows import LABEL, TOKENS, Counts, Row, Sample, damaged, has_loss, pack
@@ -81,7 +81,7 @@ class Reading:
         self._request = request
         self._cut = request["packing"] == "concat" and request["overlong"] in ("truncate", "split")
         self._has_special = False  # whether the document read in pieces has one: it counts once
-        self._part = Part(**request["part"]) if "part" in request else None
+        self._part = HeldPart(**request["part"]) if "part" in request else None
         self._seen = 0  # samples of all sources, those of the other part too
         self._watch: Watch | None = None
 

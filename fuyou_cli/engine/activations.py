@@ -1,7 +1,7 @@
 """Keeps what backward needs of each stage's forward: its input (the boundary), outputs of operators, or both.
 
 `Recompute` keeps the input alone and runs the forward again. `KeptOutputs` gets outputs of operators back besides, from a
-`Place`: `Swap` stores them with the boundary, in the arena or on the ssd; `Keep` leaves them in the device's memory.
+`OutputPlace`: `Swap` stores them with the boundary, in the arena or on the ssd; `Keep` leaves them in the device's memory.
 `open_activations` gives each stage what the plan chose.
 """
 
@@ -29,7 +29,7 @@ from ..planner.boundary_layout import (
     uneven_layout,
 )
 from ..planner.device import BOUNDARIES_ACROSS
-from ..planner.ledgers import BoundaryLedger, Wait
+from ..planner.ledgers import BoundaryLedger, WaitUntil
 from ..spec.model import OperatorSpec, StageSpec
 from ..spec.plan import MicroBatch, Span
 from .context import Context, HostMemory
@@ -44,9 +44,9 @@ from .operators import (
     Notes,
     Only,
     Operators,
+    OperatorWeights,
     Resting,
     Views,
-    Weights,
     factors,
     handing_over,
     is_linear,
@@ -62,7 +62,7 @@ from .operators import (
 class Activations:
     """What happens between forward and backward of one stage."""
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def forward(self, run: Forward, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Returns `run(x)` without a graph, and keeps what backward needs. `parameters`: the stage's, as installed."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class Activations:
         """Starts uploading what one micro-batch kept to a separate device. Its backward comes soon."""
 
     def recompute(
-        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+        self, run: Forward, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         """Returns `run(x)` with its graph, for backward. `flat`: the stage's weights; None: it has none."""
         return run(x)
@@ -82,11 +82,11 @@ class Activations:
 def open_activations(context: Context, *, boundaries: Boundaries, waiting: Waiting) -> list[Activations]:
     """Returns the activations that the plan chose for each stage."""
     model, plan, device = context.model, context.plan, context.device
-    leaving: Leaving = []
+    leaving: Downloads = []
     on_device = keep_places(context)
 
     def of(stage: int) -> Activations:
-        with_boundary: Place = Swap(stage, boundaries=boundaries, memory=context.memory, device=device)
+        with_boundary: OutputPlace = Swap(stage, boundaries=boundaries, memory=context.memory, device=device)
         places = dict.fromkeys(plan.stages[stage].kept, with_boundary) | on_device[stage]
         if not places:
             return Recompute(model.stages[stage], as_backward=device.separate and model.stages[stage].kind == "block")
@@ -108,10 +108,10 @@ def open_activations(context: Context, *, boundaries: Boundaries, waiting: Waiti
 # twice, they are recognised by their number.
 
 _NOTHING_KEPT = KeptCalls(functions={}, attention=None, as_returned={})
-Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-batch
+Forward = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-batch
 
 
-def without_saving(run: Run, x: torch.Tensor) -> torch.Tensor:
+def without_saving(run: Forward, x: torch.Tensor) -> torch.Tensor:
     """Runs a forward as the recompute will: with autograd on, but without saving what autograd would save. Some kernels return
     more if a gradient is wanted, or other kernels run, which round differently and draw other dropout."""
     hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
@@ -127,11 +127,11 @@ class Recompute(Activations):
         self._stage, self.as_backward = stage, as_backward
         self._numbers = numbers_of(stage, ())
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def forward(self, run: Forward, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return without_saving(run, x) if self.as_backward else run(x)
 
     def recompute(
-        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+        self, run: Forward, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         with sparing(self._stage, flat, self._numbers, parameters):
             return run(x)
@@ -207,14 +207,15 @@ def _refuse(nothing: None) -> NoReturn:
 _WITHOUT = "set offload.activations=recompute, which does not depend on the model's operators"
 
 
-Output = tuple[list[Any], bool]  # descriptions of kept tensors, other values as they are; whether the operator returns a tuple
-Leaving = list[list[Event]]  # copies to the host, by micro-batch, over all stages in order
-Outputs = dict[int, Output]  # by operator
+# Descriptions of kept tensors, other values as they are; whether the operator returns a tuple.
+KeptOutput = tuple[list[Any], bool]
+Downloads = list[list[Event]]  # copies to the host, by micro-batch, over all stages in order
+Outputs = dict[int, KeptOutput]  # by operator
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # sources and targets
 Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values for compute, and copies to wait for
 
 
-class Place:
+class OutputPlace:
     """Where outputs of one stage are kept. In this base class compute writes and reads them in order, so nothing waits."""
 
     direct = True  # compute may write there directly, so that a product needs no copy
@@ -251,8 +252,8 @@ class KeptOutputs(Activations):
     operator; `began`: called with the stage and copies between the device and where its boundary is kept."""
 
     def __init__(
-        self, stage: StageSpec, places: Mapping[int, Place], *, began: Callable[..., None], waiting: Waiting, leaving: Leaving,
-        separate: bool,
+        self, stage: StageSpec, places: Mapping[int, OutputPlace], *, began: Callable[..., None], waiting: Waiting, leaving:
+        Downloads, separate: bool,
     ) -> None:  # fmt: skip
         self._stage, self.places, self._began, self._waiting, self._separate = stage, places, began, waiting, separate
         self.chosen = {operator.index: operator for operator in stage.operators if operator.index in places}
@@ -263,7 +264,7 @@ class KeptOutputs(Activations):
         self._numbers = numbers_of(stage, tuple(places))  # of weights among parameters; None: calls are not looked for
         self._calls_by_shape: dict[torch.Size, tuple[KeptCalls, Outputs] | None] = {}  # by shape of the input
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def forward(self, run: Forward, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Runs the forward. At its end the copies of the previous micro-batch have ended."""
         mode = _Keeping(self, micro_batch)
         if self._numbers is None or (x.shape in self._calls_by_shape and self._calls_by_shape[x.shape] is None):
@@ -283,7 +284,7 @@ class KeptOutputs(Activations):
                     event.synchronize()  # sync: the outputs of the previous micro-batch
         return y
 
-    def _handed_over(self, mode: _Keeping, run: Run, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    def _handed_over(self, mode: _Keeping, run: Forward, x: torch.Tensor, weights: OperatorWeights) -> torch.Tensor:
         """Runs the forward with a look at the calls that compute what is kept, or notes them."""
         if (found := self._calls_by_shape.get(x.shape)) is not None:
             keeping = _KeepingCalls(mode, *found)
@@ -304,7 +305,7 @@ class KeptOutputs(Activations):
         self._arriving[micro_batch] = self._bring_kept(micro_batch)
 
     def recompute(
-        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+        self, run: Forward, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         arrived = self._arriving.pop(micro_batch) if self._separate else self._bring_kept(micro_batch)
         mode = GivingBack(arrived, self._resting[micro_batch], self._stage, flat)
@@ -349,7 +350,7 @@ class _Keeping(Operators):
         self.stage, self._micro_batch = stage, micro_batch
         self.copies: dict[int, Event] = {}  # by storage; the last copy of a storage ends after its others
         self.products_in_place: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
-        self.later: list[tuple[Place, torch.Tensor, torch.Tensor]] | None = None  # copies to be asked for at the end
+        self.later: list[tuple[OutputPlace, torch.Tensor, torch.Tensor]] | None = None  # copies to be asked for at the end
         self.changed, self.at_risk, self.last = False, False, (0, 0)
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -377,7 +378,7 @@ class _Keeping(Operators):
         self.at_risk, self.last = True, (out.data_ptr(), out.numel())
         return out
 
-    def linear_in_place(self, index: int, args: Any, output: Output) -> torch.Tensor:
+    def linear_in_place(self, index: int, args: Any, output: KeptOutput) -> torch.Tensor:
         """Computes a linear layer without a bias in its place, without a look at its operators."""
         target = self.stage.places[index].kept_tensor(self._micro_batch, index, output[0][0])
         self.outputs[index], self.at_risk = output, True
@@ -398,7 +399,7 @@ class _Keeping(Operators):
         if storage in self.products_in_place:
             raise _changed(name_of(func), self.products_in_place[storage])
 
-    def _keep(self, spec: OperatorSpec, out: Any) -> Output:
+    def _keep(self, spec: OperatorSpec, out: Any) -> KeptOutput:
         place, end = self.stage.places[spec.index], 0
         values: list[Any] = []
         for value in out if isinstance(out, tuple) else (out,):
@@ -550,7 +551,7 @@ class Boundaries:
         self._copies: dict[int, deque[Event]] = {}  # by stage: copies into its place in forward, out of it in backward
         self._after = deque[tuple[int, Callable[[int], None]]]()  # stages, and what to do after their copies
 
-    def stash(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...], wait_until: Wait) -> None:
+    def stash(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...], wait_until: WaitUntil) -> None:
         """Keeps a copy of `boundary` (host memory). The copy is complete, unless outputs will be stored beside it."""
         self.room(stage, boundary, parts, wait_until)
         for number, part in enumerate(parts):
@@ -558,7 +559,7 @@ class Boundaries:
         if not self.plan.stages[stage].kept:
             self.seal(stage)
 
-    def room(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...], wait_until: Wait) -> None:
+    def room(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...], wait_until: WaitUntil) -> None:
         """Finds a place for `boundary` and the outputs beside it. It is filled micro-batch by micro-batch until it is
         sealed."""
         layout = self._layout(stage, boundary, parts)
@@ -613,7 +614,7 @@ class Boundaries:
             left.popleft()
         return not left
 
-    def forget(self, wait_until: Wait) -> None:
+    def forget(self, wait_until: WaitUntil) -> None:
         """Drops every boundary. No copy may be under way."""
         self._after.clear()
         self._copies.clear()
@@ -624,7 +625,7 @@ class Boundaries:
         self._after.append((stage, follows))
         self.advance()
 
-    def take(self, stage: int, wait_until: Wait) -> list[torch.Tensor]:
+    def take(self, stage: int, wait_until: WaitUntil) -> list[torch.Tensor]:
         """Returns the boundary as stashed, micro-batch by micro-batch, valid until it is dropped."""
         self.ledger.ready(stage, wait_until)
         return [self.rows(stage, number) for number in range(len(self._kinds[stage].parts))]
@@ -654,7 +655,7 @@ class Boundaries:
 # Stores outputs of operators with their stage's boundary, in the arena or on the ssd.
 
 
-class Swap(Place):
+class Swap(OutputPlace):
     """A separate device copies outputs to the host and back while it computes. On device cpu backward uses
     them where they are."""
 
@@ -687,7 +688,7 @@ class Swap(Place):
 # block of memory for all of them is allocated when a run begins.
 
 
-class Keep(Place):
+class Keep(OutputPlace):
     """`memory`: of the device, for one stage's outputs for a sweep's rows (uint8, 1-D)."""
 
     def __init__(self, memory: torch.Tensor, layout: BoundaryLayout) -> None:
@@ -701,7 +702,7 @@ class Keep(Place):
         return self._views.at(self._begin + self._layout.begin(micro_batch, operator), resting)
 
 
-def keep_places(context: Context) -> list[dict[int, Place]]:
+def keep_places(context: Context) -> list[dict[int, OutputPlace]]:
     """Allocates the plan's memory for outputs on the device. Returns their places by stage and operator."""
     model, plan = context.model, context.plan
     every = tuple(() if model.compiled else stage.kept_there for stage in plan.stages)  # compute allocates a graph
@@ -710,5 +711,5 @@ def keep_places(context: Context) -> list[dict[int, Place]]:
     if not size:
         return [{} for _ in layouts]
     memory = context.device.empty(size)
-    places: list[Place] = [Keep(memory[begin : begin + layout.size], layout) for begin, layout in layouts]
+    places: list[OutputPlace] = [Keep(memory[begin : begin + layout.size], layout) for begin, layout in layouts]
     return [dict.fromkeys(kept, place) for kept, place in zip(every, places, strict=True)]

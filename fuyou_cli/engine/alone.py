@@ -18,7 +18,7 @@ from .anatomy import Anatomy
 from .calls import CallsByLength, ModuleState, put_back
 from .compiled import CompiledBlocks, graph_bytes
 from .gradients import GradientSum
-from .loss import Head, Part, TokenLoss, pieces
+from .loss import Head, TokenLoss, TokenPart, pieces
 from .operators import KeptCalls, Notes, handing_over, numbers_of
 from .skeleton import TORCH_DTYPE
 from .visits import backpropagate
@@ -172,7 +172,7 @@ class HeadAlone:
         width = anatomy.model.get_output_embeddings().in_features
         self._hidden = torch.randn(rows, tokens, width, dtype=TORCH_DTYPE[dtype], device=device)
         self._targets = torch.zeros(rows, tokens, dtype=torch.long, device=device)
-        self._part = Part(whole_rows(rows, tokens), cut)
+        self._part = TokenPart(whole_rows(rows, tokens), cut)
 
     def forward(self) -> None:
         """Runs the "logits" pass."""

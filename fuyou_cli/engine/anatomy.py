@@ -44,7 +44,7 @@ from ..spec.model import (
 from ..spec.packed_tensors import TRANSPOSED, Quantised, packed_bank
 from .attention import attention_apart, rope_types
 from .calls import TRIED, WORKING, only_refusals, refuse_by_configuration, stage_calls, tracing, with_fake_parameters
-from .experts import Bank, Layout, NamedPart, Noting, Part, is_experts, laid_out, named_parts, place
+from .experts import Bank, ExpertPart, ExpertsLayout, NamedPart, Noting, is_experts, laid_out, named_parts, place
 from .experts import Tensor as ExpertTensor
 
 _WIDER = "use precision.compute=float32, or set residual_in_fp32 to false in its config.json"
@@ -57,7 +57,7 @@ class Slotted:
 
     spec: TensorSpec
     places: tuple[tuple[nn.Module, str], ...]
-    part: Part | None = None
+    part: ExpertPart | None = None
 
 
 class Installed(list[nn.Parameter]):
@@ -88,7 +88,7 @@ class Stage:
     cut: tuple[nn.Module, int] | None = None  # of a block whose experts are the stages that follow: their module and number
     # Derived; kept, because every visit needs them: parameters that are no experts', with their numbers, and the others.
     plain: tuple[tuple[int, Slotted], ...] = field(init=False, repr=False)
-    experts: tuple[Layout, ...] = field(init=False, repr=False)
+    experts: tuple[ExpertsLayout, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         routed = dict[tuple[nn.Module, str], list[ExpertTensor]]()

@@ -125,7 +125,7 @@ def check_arguments(name: str, positional: tuple[Any, ...], named: dict[str, Any
 # the scaled output and logaddexp(lse, sink): it makes each weight anew as exp(score - lse). Torch gives a log-sum-exp no
 # gradient, so both are put together by hand.
 
-Kernel = Literal["math", "flash", "efficient"]
+AttentionKernel = Literal["math", "flash", "efficient"]
 
 SINKS = "fused_with_sinks"  # transformers checks a name with "sdpa" or "flash" in it against what a model's class says
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")  # compared with their own attention; others stay eager
@@ -177,18 +177,18 @@ def attention_with_sinks(
 def kernel_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **_: Any,
-) -> Kernel:  # fmt: skip
+) -> AttentionKernel:  # fmt: skip
     """Returns the kernel that computes this, among those that are not turned off. It goes by what torch says of its kernels, as
     torch's own choice needs values and a compiler cannot trace it. Dropout is left to "math"."""
     unlike = value.shape[-1] != query.shape[-1] or any(tensor.stride(-1) != 1 for tensor in (query, key, value))
     if dropout_p or unlike:
         return "math"
-    allowed: Kernel = _allowed(query.device.type, query.dtype, query.shape[-1], attn_mask is not None)
+    allowed: AttentionKernel = _allowed(query.device.type, query.dtype, query.shape[-1], attn_mask is not None)
     return allowed
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _allowed(device: str, dtype: torch.dtype, size: int, masked: bool) -> Kernel:
+def _allowed(device: str, dtype: torch.dtype, size: int, masked: bool) -> AttentionKernel:
     """Returns the kernel for heads of this size. On a GPU, flash takes no masks."""
     settings = torch.backends.cuda
     if device == "cpu":
@@ -211,7 +211,7 @@ class WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, bias: torch.Tensor | None,
-        is_causal: bool, scale: float, kernel: Kernel,
+        is_causal: bool, scale: float, kernel: AttentionKernel,
     ) -> torch.Tensor:  # fmt: skip
         if kernel == "efficient":
             out, lse, *rest = _aten._scaled_dot_product_efficient_attention(
@@ -356,7 +356,7 @@ class AttentionSeen(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PositionChange:
     """Says that rows of more than `tokens` tokens have other positions. `growing`: others for each length from there on."""
 
     tokens: int
@@ -369,14 +369,14 @@ def rope_types(model: PreTrainedModel) -> Iterator[str]:
         yield kind
 
 
-def turns(model: PreTrainedModel) -> list[Turn]:
+def turns(model: PreTrainedModel) -> list[PositionChange]:
     """Lists the lengths at which a model's positions change; shortest first."""
     found = set()
     for module, kind, parameters in _rotary(model):
         if kind == "longrope":
-            found.add(Turn(parameters["original_max_position_embeddings"], growing=False))
+            found.add(PositionChange(parameters["original_max_position_embeddings"], growing=False))
         elif "dynamic" in kind:
-            found.add(Turn(module.original_max_seq_len, growing=True))
+            found.add(PositionChange(module.original_max_seq_len, growing=True))
     return sorted(found, key=lambda turn: turn.tokens)
 
 
@@ -397,7 +397,7 @@ def alike(model: PreTrainedModel, lengths: Sequence[int], *, new: int = 0) -> li
     groups: dict[tuple[int, ...], list[int]] = {}
     found = turns(model)
 
-    def of(length: int, turn: Turn) -> int:
+    def of(length: int, turn: PositionChange) -> int:
         if length + new <= turn.tokens:
             return 0
         return -1 if length > turn.tokens and not turn.growing else length

@@ -24,7 +24,7 @@ from ..core.errors import UsageError
 from ..core.units import align_up, gib
 from ..planner.boundary_layout import DEVICE_ALIGN, device_layouts
 from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
-from .activations import Activations, Run
+from .activations import Activations, Forward
 from .context import Context
 
 
@@ -123,7 +123,7 @@ class CompiledBlocks(Activations):
         with partition.patch(ban_recompute_materialized_backward=False):
             return lookup_backend(self._backend)(graph, inputs)
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def forward(self, run: Forward, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         with torch.enable_grad():
             return run(x.detach().requires_grad_(True)).detach()
 
@@ -226,7 +226,7 @@ class _GoingOn(torch.autograd.Function):
         return None, *(None if edge is None else next(found) for edge in graph.inputs)
 
 
-def graph_bytes(run: Run, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -> int:
+def graph_bytes(run: Forward, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -> int:
     """Runs a block's forward and returns the bytes that its graph holds."""
     saved = _Saved()
     with torch.enable_grad():
@@ -248,7 +248,7 @@ class KeptGraphs(Activations):
         self._graphs: dict[int, _Graph] = {}  # by micro-batch
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def forward(self, run: Forward, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         others = [graph.saved for graph in self._graphs.values()]
         saved, taken = _Saved(set().union(*(other.held for other in others))), sum(other.size for other in others)
         with torch.enable_grad():
@@ -265,7 +265,7 @@ class KeptGraphs(Activations):
         return y.detach()
 
     def recompute(
-        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+        self, run: Forward, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         graph = self._graphs.get(micro_batch)
         if graph is None or graph.waits:

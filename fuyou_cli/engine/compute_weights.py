@@ -142,7 +142,7 @@ class ComputeWeights:
 
 _AT_ONCE = 1 << 22  # elements whose doubly quantised maxima the host decodes at once; whole maxima of maxima
 _ONE_127TH = float(np.float32(1) / np.float32(127))
-Part = tuple[int, int]
+ByteRange = tuple[int, int]
 
 
 class Decoder:
@@ -195,7 +195,7 @@ class DecodedWeights:
         self._decoder.close()
 
 
-def part(bank: torch.Tensor, at: Part, dtype: torch.dtype) -> torch.Tensor:
+def part(bank: torch.Tensor, at: ByteRange, dtype: torch.dtype) -> torch.Tensor:
     """Returns a part of a packed tensor."""
     return bank[at[0] : at[0] + at[1]].view(dtype)
 

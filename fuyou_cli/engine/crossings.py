@@ -27,7 +27,7 @@ from .context import Context, HostMemory, whole_batch
 from .devices.base import Device, Event, Moment
 from .moves import Waiting
 
-Source = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
+HostInputs = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
 AfterUpload = Callable[[int], None]
 
 
@@ -123,7 +123,7 @@ class Arriving:
     """Brings the inputs of one visit's micro-batches, in order. The first is on its way. `after_upload` is called with each
     micro-batch after its upload was submitted. `uploads`: the uploads of all visits so far."""
 
-    def __init__(self, crossings: Crossings, sources: Iterable[Source], after_upload: AfterUpload) -> None:
+    def __init__(self, crossings: Crossings, sources: Iterable[HostInputs], after_upload: AfterUpload) -> None:
         self._crossings, self._sources, self._after_upload = crossings, iter(sources), after_upload
         self._number = 0
         self.uploads: list[Event] = []

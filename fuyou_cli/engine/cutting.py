@@ -22,7 +22,7 @@ from ..core.units import align_up
 from ..spec.model import TensorSpec, is_quantised
 from .anatomy import Anatomy, Installed, Slotted, Stage
 from .calls import TRIED, only_refusals, replaced_forwards, stage_calls, tracing, with_fake_parameters
-from .experts import Bank, Noting, Part, Route, outputs, place
+from .experts import Bank, ExpertPart, Noting, Route, outputs, place
 from .gradients import GradientSum
 from .loss import Head
 from .skeleton import LIBRARY_ERRORS
@@ -617,4 +617,4 @@ def _of_range(routed: Sequence[Slotted], begin: int, end: int) -> Iterator[Slott
         if slotted.part is None:
             yield replace(slotted, spec=_rows_of(slotted.spec, begin, end))
         elif begin <= slotted.part.expert < end:
-            yield replace(slotted, part=Part(slotted.part.expert - begin, slotted.part.part))
+            yield replace(slotted, part=ExpertPart(slotted.part.expert - begin, slotted.part.part))

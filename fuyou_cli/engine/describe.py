@@ -35,7 +35,7 @@ from .anatomy import isolated as kept_apart
 from .calls import Between, StageCall, only_refusals, stage_calls, tracing
 from .cutting import Sent, add_outputs, differentiate, is_lookup, is_plain, scales_rows
 from .experts import Route, work_of
-from .loss import Head, Part, TokenLoss, pieces
+from .loss import Head, TokenLoss, TokenPart, pieces
 from .operators import Operators, factors, is_attention, name_of
 from .skeleton import EXPERT_KEYS, TORCH_DTYPE, setting, stays_float32
 
@@ -139,10 +139,10 @@ class _Peak:
 
 
 Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where backward begins beside an output, with their gradients
-Costs = dict[str, Any]  # fields of a StageSpec, by name
+_Costs = dict[str, Any]  # fields of a StageSpec, by name
 
 
-def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Costs:
+def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> _Costs:
     peaks = {"forward_peak": forward.total, "forward_mapped": forward.mapped}
     return {"forward_flops": flops, **peaks, "backward_peak": backward.total, "backward_mapped": backward.mapped, **more}
 
@@ -206,14 +206,14 @@ def _is_table(module: nn.Module | None) -> bool:
 
 def _all_costs(
     anatomy: Anatomy, between: Between, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int, short: Short | None
-) -> tuple[list[Costs], int, int]:
+) -> tuple[list[_Costs], int, int]:
     """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Then
     those of what a block sends to its experts where these are stages of their own. Equal blocks run once."""
     rows = shape if short is None else (short.rows, short.tokens)
     found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated, reuse=True)
     calls = {call.name: (call, x) for call, x in found}
-    seen: dict[object, Costs] = {}
-    costs: list[Costs] = []
+    seen: dict[object, _Costs] = {}
+    costs: list[_Costs] = []
     sent: dict[object, Sent] = {}
     to_experts: Sent | None = None  # by the last block that was cut
     for index, stage in enumerate(anatomy.stages):
@@ -253,7 +253,7 @@ def _settings(stage: Stage) -> object:
     )
 
 
-def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str, short: Short | None) -> Costs:
+def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str, short: Short | None) -> _Costs:
     assert isinstance(x, FakeTensor) and stage.module is not None
     with tracing(stage.module, mode=x.fake_mode, length=x.shape[1]):
         x = x.detach()
@@ -497,7 +497,7 @@ def _sent(stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str) -> Sent
         return Sent.by(parameters)
 
 
-def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
+def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> _Costs:
     """Returns the cost of a range of experts. Peaks are those where all tokens go to one of them, work where they are sent to
     all alike."""
     assert isinstance(sent.hidden, FakeTensor) and stage.module is not None and stage.expert_range is not None
@@ -523,13 +523,13 @@ def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
     return _costs(flops, *peaks, expert_work=work)
 
 
-def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> Costs:
+def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Costs:
     """Returns the cost of one chunk of tokens. For a whole head: the loss and its gradients at once. For a piece of the
     vocabulary: folding its logits into the loss, and computing them again for the gradients."""
     stage, owner, head = anatomy.stages[index], anatomy.owner(index), Head(anatomy.model)
     width = anatomy.model.get_output_embeddings().in_features
     first, end = stage.vocabulary or (0, anatomy.model.config.get_text_config().vocab_size)
-    part = Part(whole_rows(*shape), next(pieces(*shape, chunk)))
+    part = TokenPart(whole_rows(*shape), next(pieces(*shape, chunk)))
     with tracing(anatomy.model, length=shape[1]), head.stubbed():
         flat = torch.empty(owner.params, dtype=TORCH_DTYPE[dtype])
         hidden = torch.empty(*shape, width, dtype=TORCH_DTYPE[dtype])

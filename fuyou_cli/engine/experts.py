@@ -52,7 +52,7 @@ def use_in(model: PreTrainedModel) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertPart:
     """Describes one expert's part of a module's parameter, as a file names it."""
 
     expert: int
@@ -67,7 +67,7 @@ class Tensor:
     offset: int  # elements within the stage
     shape: tuple[int, ...]
     trained: bool
-    place: Part | None  # None: the whole parameter, of all experts
+    place: ExpertPart | None  # None: the whole parameter, of all experts
     transposed: bool = False  # its matrices lie the other way round than those of the module's parameter
 
 
@@ -119,10 +119,10 @@ def _by_part(tensor: Tensor) -> tuple[int, int]:
     return tensor.place.part, tensor.place.expert
 
 
-Layout = tuple[nn.Module, Mapping[str, Matrices]]  # an experts module, and its products by the parameter's name
+ExpertsLayout = tuple[nn.Module, Mapping[str, Matrices]]  # an experts module, and its products by the parameter's name
 
 
-def laid_out(tensors: Mapping[tuple[nn.Module, str], Sequence[Tensor]]) -> tuple[Layout, ...]:
+def laid_out(tensors: Mapping[tuple[nn.Module, str], Sequence[Tensor]]) -> tuple[ExpertsLayout, ...]:
     """Returns the layouts of the experts modules of a stage. tensors: by module and parameter."""
     found: dict[nn.Module, dict[str, Matrices]] = {}
     for (module, name), those in tensors.items():
@@ -562,7 +562,7 @@ def work_of(func: Any, args: Sequence[Any]) -> tuple[ExpertWork, int] | None:
 
 # ---- their names in files ------------------------------------------------------------------------------------------------
 
-NamedPart = tuple[str, tuple[int, ...], Part]  # name, shape and place
+NamedPart = tuple[str, tuple[int, ...], ExpertPart]  # name, shape and place
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,7 +588,7 @@ def add_low_rank(
         for name, (outputs, inputs), place in those:
             for kind, shape, end in zip("AB", ((rank, inputs), (outputs, rank)), names, strict=True):
                 attribute = f"{own}_lora_{kind}{place.part}"
-                added.setdefault(attribute, []).append((name.removesuffix("weight") + end, shape, Part(place.expert, 0)))
+                added.setdefault(attribute, []).append((name.removesuffix("weight") + end, shape, ExpertPart(place.expert, 0)))
         every = range(1 + max(place.part for *_, place in those))
         pairs[own] = tuple((f"{own}_lora_A{part}", f"{own}_lora_B{part}") for part in every)
         for attribute in (one for pair in pairs[own] for one in pair):
@@ -630,4 +630,4 @@ def _parts_of(name: str, parameter: torch.Tensor, end: str, parts: Sequence[str]
     before = name.removesuffix(end)
     for part, pattern in enumerate(parts):
         for expert in range(experts):
-            yield before + pattern.replace("*", str(expert)), (rows // len(parts), columns), Part(expert, part)
+            yield before + pattern.replace("*", str(expert)), (rows // len(parts), columns), ExpertPart(expert, part)

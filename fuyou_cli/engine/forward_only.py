@@ -45,7 +45,7 @@ from .calls import (
 from .cutting import Sent, add_outputs, holding, is_lookup, scales_rows
 from .describe import LiveBytes
 from .executor import Executor
-from .loss import Head, Part, TokenLoss, pieces, regular, shifted
+from .loss import Head, TokenLoss, TokenPart, pieces, regular, shifted
 from .passes import RangedPasses
 from .streamed import Call, StreamedModel, place_buffers, put_back
 
@@ -481,7 +481,7 @@ class StreamedLosses:
             for part in self._parts:
                 batch = part.of(hidden).contiguous().to(self.weights.device)
                 for cut in pieces(batch.shape[0], batch.shape[1], self._numerics.head_chunk_tokens):
-                    tokens.fold(Part(part, cut), self._head.logits(batch[cut]), first=first)
+                    tokens.fold(TokenPart(part, cut), self._head.logits(batch[cut]), first=first)
 
 
 def _mapped(size: int, *, huge: bool = False) -> torch.Tensor:

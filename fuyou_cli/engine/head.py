@@ -19,7 +19,7 @@ from ..spec.plan import MicroBatch
 from .crossings import Leaving, clear_padding
 from .devices.base import Squares
 from .gradients import add_in_pieces
-from .loss import Head, Part, TokenLoss, mean, pieces
+from .loss import Head, TokenLoss, TokenPart, mean, pieces
 from .visits import Visits, backpropagate
 
 
@@ -173,7 +173,7 @@ class HeadPasses:
         first = rows_of[0] if rows_of else 0
         return self._visit_piece(stage, hidden, lambda part, logits: tokens.fold(part, logits, first=first))
 
-    def _visit_piece(self, stage: int, hidden: torch.Tensor, take: Callable[[Part, torch.Tensor], None]) -> Visit:
+    def _visit_piece(self, stage: int, hidden: torch.Tensor, take: Callable[[TokenPart, torch.Tensor], None]) -> Visit:
         """Hands the piece's logits to `take`, chunk by chunk. Returns the visit."""
         visits = self.visits
         with visits.forward(stage, phase="logits") as (visit, _), self.head.stubbed():
@@ -223,10 +223,10 @@ class HeadPasses:
         visits.sums.end(visit, visit.owner, total)
         visits.leave(visit)
 
-    def _chunks(self, micro_batch: MicroBatch, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    def _chunks(self, micro_batch: MicroBatch, batch: torch.Tensor) -> Iterator[tuple[TokenPart, torch.Tensor]]:
         """Returns a micro-batch of the last hidden state on the device, chunk by chunk, each chunk a leaf."""
         for cut in pieces(batch.shape[0], batch.shape[1], self.visits.plan.numerics.head_chunk_tokens):
-            yield Part(micro_batch, cut), batch[cut].detach()
+            yield TokenPart(micro_batch, cut), batch[cut].detach()
 
 
 def _add(sums: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -93,7 +93,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenPart:
     """Describes some tokens of the step's batch: some rows of a micro-batch, and some tokens of these."""
 
     micro_batch: MicroBatch
@@ -119,7 +119,7 @@ class TokenLoss:
         zeros = torch.zeros_like(targets, dtype=torch.float32)
         return cls(targets=targets, maximum=zeros - torch.inf, total=zeros, target=zeros.clone())
 
-    def fold(self, part: Part, logits: torch.Tensor, *, first: int) -> None:
+    def fold(self, part: TokenPart, logits: torch.Tensor, *, first: int) -> None:
         """Takes in columns [first, first + logits.shape[-1]) of the logits of some tokens. Overwrites `logits`."""
         maximum, total = part.of(self.maximum), part.of(self.total)
         column, inside = _columns(part.of(self.targets), first, logits.shape[-1])
@@ -145,7 +145,7 @@ class TokenLoss:
         has been seen."""
         return ((self.target >= self.maximum) | (self.targets == IGNORED)).cpu()
 
-    def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
+    def gradient(self, part: TokenPart, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to these columns of the logits of some tokens. Does not
         change the logits."""
         targets = part.of(self.targets)

@@ -26,7 +26,7 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait polls often at first
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class ComputeWait:
     """When compute waited, in monotonic seconds."""
 
     cause: str
@@ -47,10 +47,10 @@ class _HostWait:
     over: Moment
     goes_on: Moment
 
-    def of_compute(self) -> Wait:
+    def of_compute(self) -> ComputeWait:
         """Returns the time that compute waited, which may be none. May wait for the device."""
         begin = max(self.begin, self.over())
-        return Wait(self.cause, begin, max(begin, self.goes_on()))
+        return ComputeWait(self.cause, begin, max(begin, self.goes_on()))
 
 
 class Committing(Protocol):
@@ -88,7 +88,7 @@ class DaemonMoves:
         self.committing: Committing = NoCheckpoints()
         self.rows = LookedUpRows(model=model, plan=plan, daemon=daemon, memory=context.memory)
         self._open: deque[_HostWait] = deque()
-        self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)
+        self._waits: deque[ComputeWait] = deque(maxlen=_MOST_WAITS)
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
 
     # ---- transfers (the ledger calls these) ------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class DaemonMoves:
                 self._waits.append(wait)
                 self.residency.add_stall(wait.cause, wait.end - wait.begin)
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[ComputeWait]:
         """Returns the waits of compute since the last call, as far as they are summed."""
         waits, self._waits = self._waits, deque(maxlen=_MOST_WAITS)
         return list(waits)

@@ -229,8 +229,8 @@ class HandedCall:
     run: Callable[[], Any]
 
 
-HandOver = Callable[[HandedCall], Any]  # returns what the call returns
-Weights = Mapping[int, nn.Parameter]  # by operator
+CallHandler = Callable[[HandedCall], Any]  # returns what the call returns
+OperatorWeights = Mapping[int, nn.Parameter]  # by operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Watched(nn.Parameter):
     """Is a weight whose calls are handed over: torch asks the class of an argument before it runs a function. Parameters are of
     this class while a forward runs."""
 
-    handed: tuple[HandOver, int, int]  # and the operator, and the address
+    handed: tuple[CallHandler, int, int]  # and the operator, and the address
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -292,7 +292,7 @@ def linear_into(args: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def handing_over(hand_over: HandOver, weights: Weights, *, attention: bool) -> Iterator[None]:
+def handing_over(hand_over: CallHandler, weights: OperatorWeights, *, attention: bool) -> Iterator[None]:
     """Hands over the calls that get one of `weights`, inside the context, and with `attention` those of attention."""
     choose = ALL_ATTENTION_FUNCTIONS.get_interface
 

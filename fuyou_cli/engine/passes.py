@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.errors import UsageError
 from ..spec.plan import MicroBatch, whole_rows
-from .activations import Activations, Run
+from .activations import Activations, Forward
 from .anatomy import Installed
 from .crossings import Gathering, Leaving, clear_padding
 from .cutting import (
@@ -113,7 +113,7 @@ class BlockPasses:
                     visits.between()
         return y.settled()
 
-    def _written_into(self, number: int, run: Run, x: torch.Tensor) -> UsageError:
+    def _written_into(self, number: int, run: Forward, x: torch.Tensor) -> UsageError:
         """Returns the error for a model that writes into a stage's input: the copy of the input on the host may contain what
         was written."""
         writers = _Writers()

@@ -22,7 +22,7 @@ from .attention import Documents, longest
 from .calls import CallsByLength, ModuleState, StageCall, boundary_of, one_row_masks, own_forward, with_boundary
 from .compiled import CompiledBlocks
 
-Run = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.Tensor], torch.Tensor]
 _LOOKS = 4  # forwards of a stage before which something to forget is looked for
 
 
@@ -32,10 +32,10 @@ class Call:
     bound. `of_parts`: the same for each micro-batch, where they differ in length or keep documents apart."""
 
     stage: int
-    run: Run
-    of_parts: Sequence[Run] | None = None
+    run: Forward
+    of_parts: Sequence[Forward] | None = None
 
-    def of(self, number: int) -> Run:
+    def of(self, number: int) -> Forward:
         """Returns `run` for the boundary of one micro-batch."""
         return self.run if self.of_parts is None else self.of_parts[number]
 
@@ -112,7 +112,7 @@ class Tape:
         finally:
             self.divided = None
 
-    def runs(self, call: StageCall, run_of: Callable[[StageCall], Run]) -> Sequence[Run] | None:
+    def runs(self, call: StageCall, run_of: Callable[[StageCall], Forward]) -> Sequence[Forward] | None:
         """Returns what computes each micro-batch of the next call; None: all are computed as `call`."""
         number, self._number = self._number, self._number + 1
         return None if self.divided is None else self.divided.runs(number, call, run_of)
@@ -175,7 +175,7 @@ def streamed_forward(
         call = call.map_tensors(passes.shared)
         structure: list[Any] = []
 
-        def run_of(call: StageCall) -> Run:
+        def run_of(call: StageCall) -> Forward:
             def run(part: torch.Tensor) -> torch.Tensor:
                 if state is not None:
                     state.begin()
@@ -296,7 +296,7 @@ class Divided:
     step: int = 0
     calls: tuple[Sequence[StageCall] | None, ...] = ()
 
-    def runs(self, number: int, call: StageCall, run_of: Callable[[StageCall], Run]) -> Sequence[Run] | None:
+    def runs(self, number: int, call: StageCall, run_of: Callable[[StageCall], Forward]) -> Sequence[Forward] | None:
         """Returns what computes each micro-batch of one call of a stage. `number`: of the call in the forward; `call`: as the
         whole batch has it."""
         if self.documents is not None:

@@ -25,7 +25,7 @@ from .activations import Boundaries
 from .anatomy import Installed
 from .compute_weights import ComputeWeights
 from .context import Context
-from .crossings import AfterUpload, Arriving, Crossings, Source
+from .crossings import AfterUpload, Arriving, Crossings, HostInputs
 from .devices.base import Moment
 from .gradients import GradientSum, GradientSums, HandOver
 from .moves import DaemonMoves
@@ -172,7 +172,7 @@ class Visits:
         keep = self.boundaries.room if self.device.separate else self.boundaries.stash
         keep(visit.stage, boundary, self.micro_batches(boundary), self.residency.wait_until)
 
-    def inputs(self, sources: Iterable[Source], after_upload: AfterUpload = lambda number: None) -> Arriving:
+    def inputs(self, sources: Iterable[HostInputs], after_upload: AfterUpload = lambda number: None) -> Arriving:
         """Begins to bring the inputs of the visit's micro-batches, when it waits for nothing else. The first goes before the
         next visit's weights."""
         self._inputs_asked = time.monotonic()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import TrainSection
 
 Say = Callable[[str], None]
-Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]  # of so many rows; told how many more are done
+ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]  # of so many rows; told how many more are done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class ModelEvaluation:
     weights: int  # bytes of RAM
 
 
-def evaluate(source: str, recipe: Recipe, *, say: Say, progress: Progress, bar: Bar) -> ModelEvaluation:
+def evaluate(source: str, recipe: Recipe, *, say: Say, progress: Progress, bar: ProgressBar) -> ModelEvaluation:
     """Evaluates the model of `source`, a folder or hub name, a run's store, or a run's output folder, on the recipe's sets."""
     if (device := device_name(recipe)) == "cuda" and not torch.cuda.is_available():
         raise UsageError("offload.device: torch finds no CUDA device on this machine", hint="add offload.device=cpu")

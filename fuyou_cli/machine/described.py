@@ -58,7 +58,7 @@ _LIMITS = (  # a rate, a second rate that it never exceeds on a drive, and when 
     ("sustained_write_mixed", "store_write_mixed", _FULL),
     ("sustained_write_mixed", "sustained_write", _BOTH),
 )
-Part = TypeVar("Part")
+Shipped = TypeVar("Shipped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +215,7 @@ def _shown(text: str, most: int = 40) -> str:
     return told if len(told) <= most else f"{told[: most - 3]}..."
 
 
-def _shipped(name: str, kind: type[Part]) -> dict[str, Part]:
+def _shipped(name: str, kind: type[Shipped]) -> dict[str, Shipped]:
     """Reads one of the lists of parts that come with fuyou."""
     path = shipped_hardware().get(name)
     if path is None:

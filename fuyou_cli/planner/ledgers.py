@@ -23,7 +23,7 @@ UPDATE_PRIORITY = 1 << 16  # plus what `update_priority` says
 IN_RAM_PRIORITY = 1 << 17  # of updates in backward without traffic to the store but that of commits
 _BOUNDARY_WRITE_PRIORITY = 1  # after weights that compute waits for, before updates: the write frees a slot
 
-Wait = Callable[[Callable[[], bool], str], None]
+WaitUntil = Callable[[Callable[[], bool], str], None]
 
 FOREVER = 1 << 62  # a turn that is never reached: nothing waits for it
 
@@ -504,7 +504,7 @@ class BoundaryLedger:
             if kept.write is None and kept.read is None:
                 self.moving.discard(stage)
 
-    def room(self, stage: int, wait_until: Wait) -> Span | None:
+    def room(self, stage: int, wait_until: WaitUntil) -> Span | None:
         """Returns where the boundary goes: to its home in RAM, or into a slot. None: it stays on the device."""
         span = self.plan.stages[stage].boundary_ram
         if span is None and self.plan.stages[stage].boundary == "ssd":
@@ -542,7 +542,7 @@ class BoundaryLedger:
         kept.read = self.transfers.read(kept.span.offset, extent.offset, kept.size, priority=FETCH_PRIORITY, label=stage)
         return True
 
-    def ready(self, stage: int, wait_until: Wait) -> None:
+    def ready(self, stage: int, wait_until: WaitUntil) -> None:
         """Waits until the boundary is in memory again. It stays there until it is dropped."""
         wait_until(lambda: self.try_prefetch(stage) and self.kept[stage].read is None, "a boundary")
 
@@ -566,7 +566,7 @@ class BoundaryLedger:
             self.free.append(kept.span)
             kept.span = None
 
-    def forget(self, wait_until: Wait) -> None:
+    def forget(self, wait_until: WaitUntil) -> None:
         """Drops every boundary, after waiting for all transfers."""
         wait_until(lambda: all(kept.write is None and kept.read is None for kept in self.kept.values()), "boundaries")
         for stage in list(self.kept):

@@ -20,7 +20,7 @@ from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_
 from .ledgers import FOREVER, BoundaryLedger, Record, Residency, update_priority
 from .lookahead import Lookahead
 from .schedule import Schedule, Visit, filled, written_by_update
-from .simulated_machine import Done, Parts, Sharing, VirtualMachine
+from .simulated_machine import FinishedJob, JobParts, Sharing, VirtualMachine
 
 STEPS = 3  # steps simulated; the last one counts. The second is up to 1.4 % off if few updates are deferred
 _FIRST = -1  # the highest priority
@@ -31,7 +31,7 @@ _MOMENT = 1e-9  # seconds: no time, but in its turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class StoreRequest:
     """Describes one request to the store's daemon: "read weights", "write boundary", "update", ... of a stage."""
 
     what: str
@@ -53,8 +53,8 @@ class Timeline:
     stalls: dict[str, float]  # what compute waited for -> seconds
     read: int  # bytes of the store
     written: int
-    work: tuple[Done, ...]
-    asked: tuple[Asked, ...]  # requests in order
+    work: tuple[FinishedJob, ...]
+    asked: tuple[StoreRequest, ...]  # requests in order
 
     @property
     def end(self) -> float:
@@ -193,7 +193,7 @@ class SimulatedRun:
         self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
         self.moved_in, self.moved_out = 0, 0  # bytes read from the store, and written
         self.updates = 0  # begun
-        self.asked: list[Asked] = []
+        self.asked: list[StoreRequest] = []
         # Downloads of gradients under way: ticket, stage, and whether the sum then rests.
         self.after: list[tuple[int, int, bool]] = []
         self.sums_up: dict[int, int] = {}  # tickets of sums that are uploaded to continue there
@@ -228,7 +228,7 @@ class SimulatedRun:
 
     def _ask(self, direction: str, store_offset: int, stage: int) -> str:
         what = f"{direction} {_content(self.plan.stages[stage], store_offset)}"
-        self.asked.append(Asked(what=what, stage=stage))
+        self.asked.append(StoreRequest(what=what, stage=stage))
         return what
 
     # ---- updates and waiting (the residency ledger calls these) ----------------------------------------------------
@@ -246,11 +246,11 @@ class SimulatedRun:
         self.moved_in += read
         self.moved_out += written
         self.updates += 1
-        self.asked.append(Asked(what="update", stage=record.stage))
+        self.asked.append(StoreRequest(what="update", stage=record.stage))
         if plan.updated_there:  # compute submitted later runs after the update
-            there: Parts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
+            there: JobParts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
             return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
-        parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
+        parts: JobParts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
         return self.machine.submit(parts, what="update", stage=record.stage, priority=update_priority(plan))
 
     def end_update(self, record: Record, result: object) -> None:
@@ -398,7 +398,7 @@ class SimulatedRun:
 
     def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
         """Begins copies and returns their tickets. The two directions do not wait for each other."""
-        copies: tuple[Parts, ...] = ((("h2d", up),), (("d2h", down),))
+        copies: tuple[JobParts, ...] = ((("h2d", up),), (("d2h", down),))
         return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy[0][1] > 0]
 
     def _wait_for_upload(self, owner: int) -> None:

@@ -23,7 +23,7 @@ from ..spec.hardware import HardwareProfile
 Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h", "dram"]
 # What a job takes, all parts at once: bytes of transfers, seconds of one update thread, or seconds of compute (always a job of
 # its own). Times are those without any other job.
-Parts = tuple[tuple[Resource, float], ...]
+JobParts = tuple[tuple[Resource, float], ...]
 
 _PAIRS: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("h2d", "d2h"))  # pairs that slow each other down
 _DONE = 1e-12  # share of a job that is only a rounding error
@@ -32,14 +32,14 @@ _HALVINGS, _CLOSE = 8, 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
+class FinishedJob:
     """Describes a finished job: when it first moved, and when it ended."""
 
     what: str
     stage: int
     begin: float
     end: float
-    parts: Parts
+    parts: JobParts
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class Job:
     what: str
     stage: int
     order: tuple[int, int]
-    parts: Parts
+    parts: JobParts
     kind: int  # a number for its parts
     left: float = 1.0  # share still to do
     speed: float = 0.0  # share per second
@@ -67,10 +67,10 @@ class _Speeds:
 class KnownSpeeds:
     """Is a cache: equal blocks make the same jobs again and again."""
 
-    kinds: dict[Parts, int] = field(default_factory=dict)
+    kinds: dict[JobParts, int] = field(default_factory=dict)
     speeds: dict[tuple[int, ...], _Speeds] = field(default_factory=dict)  # by the kinds of all jobs, in order
 
-    def kind(self, parts: Parts) -> int:
+    def kind(self, parts: JobParts) -> int:
         return self.kinds.setdefault(parts, len(self.kinds))
 
 
@@ -94,7 +94,7 @@ class VirtualMachine:
     known: KnownSpeeds = field(default_factory=KnownSpeeds)
     now: float = 0.0
     in_use: dict[Resource, float] = field(default_factory=dict)
-    log: list[Done] | None = field(default_factory=list)  # None: nobody wants it
+    log: list[FinishedJob] | None = field(default_factory=list)  # None: nobody wants it
     jobs: list[Job] = field(default_factory=list)
     _finished: set[int] = field(default_factory=set)
     _tickets: int = 0
@@ -114,7 +114,7 @@ class VirtualMachine:
         }  # fmt: skip
         self._mixed = {name: rate or self._alone[name] for name, rate in known.items()}
 
-    def submit(self, parts: Parts, *, what: str, stage: int, priority: int = 0) -> int:
+    def submit(self, parts: JobParts, *, what: str, stage: int, priority: int = 0) -> int:
         """Starts a job and returns its ticket. An empty job is done at once."""
         self._tickets += 1
         parts = tuple([part for part in parts if part[1] > 0 and self._alone.get(part[0], 1.0)])
@@ -164,7 +164,7 @@ class VirtualMachine:
         self._finished.add(job.ticket)
         assert job.begin is not None
         if self.log is not None:
-            self.log.append(Done(what=job.what, stage=job.stage, begin=job.begin, end=self.now, parts=job.parts))
+            self.log.append(FinishedJob(what=job.what, stage=job.stage, begin=job.begin, end=self.now, parts=job.parts))
         self._stale = True
 
     # ---- rates ---------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ _PASSED_ON = (UsageError.exit_code, PlanError.exit_code, OutOfSpaceError.exit_co
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
+class FinishedRun:
     """The run that has just ended, from its log and its store."""
 
     plan: dict[str, Any]  # the log's "plan" record
@@ -148,7 +148,7 @@ class Done:
 class Shown:
     """What the quickstart shows at its end."""
 
-    done: Done
+    done: FinishedRun
     held: str  # how the memory was limited
     compared: str | None  # with plain PyTorch; None where that does not fit memory
     samples: dict[str, str]  # what the model wrote, before and after
@@ -261,7 +261,7 @@ def _log(out: Path) -> list[dict[str, Any]]:
     return list(read_log(log)) if log.exists() else []
 
 
-def _done(recipe: Recipe, out: Path) -> Done:
+def _done(recipe: Recipe, out: Path) -> FinishedRun:
     """Reads the last run in the log. Each run appends to the log, and a run begins with its "plan"."""
     records = _log(out)
     begin = max(number for number, record in enumerate(records) if record["event"] == "plan")
@@ -270,10 +270,10 @@ def _done(recipe: Recipe, out: Path) -> Done:
     assert manifest is not None, "a run that ended well has committed"
     known, _ = read_losses(store, manifest.step)
     peaks = [int(record["ram_peak"]) for record in records[begin:] if record["event"] == "step"]
-    return Done(plan=records[begin], losses=tuple(known), peak=max(peaks, default=0))
+    return FinishedRun(plan=records[begin], losses=tuple(known), peak=max(peaks, default=0))
 
 
-def _refuse_excess(ended: Ended, done: Done) -> None:
+def _refuse_excess(ended: Ended, done: FinishedRun) -> None:
     """Raises FuyouError if no memory group held the run and its measured peak exceeds the budget."""
     budget = done.plan["budget"]
     if not ended.enforced and done.peak > budget:
@@ -283,7 +283,7 @@ def _refuse_excess(ended: Ended, done: Done) -> None:
         )
 
 
-def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done, say: Say) -> str | None:
+def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: FinishedRun, say: Say) -> str | None:
     """Tells how near the first losses are to plain PyTorch's; None if plain PyTorch does not fit memory."""
     if probe.memory_available() < 4 * GiB:
         say("no comparison with plain PyTorch: it needs about 3 GiB of free memory")

@@ -22,7 +22,7 @@ from fuyou_cli.spec.model import ITEM_SIZE, SOURCES_AT, STATE_NAMES, StateLayout
 from fuyou_cli.spec.plan import Span
 
 from .native import Handle, failure_error, ffi, lib, refusal_error
-from .requests import Counters, DaemonOptions, Event, Home, Result, Segment, Update, native_update
+from .requests import Counters, DaemonOptions, Home, RequestEvent, Result, Segment, Update, native_update
 from .store import Arena, Store
 
 # ---- checksums -------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def _state_sizes(update: Update) -> dict[str, int]:
 # ---- the daemon ------------------------------------------------------------------------------------------------------
 
 
-__all__ = ["Counters", "DaemonOptions", "Event", "Home", "Result", "Segment", "SwapDaemon", "Update"]
+__all__ = ["Counters", "DaemonOptions", "Home", "RequestEvent", "Result", "Segment", "SwapDaemon", "Update"]
 
 _SLICE_NS = 200_000_000  # a wait returns to Python this often, so that Ctrl-C works
 _NOT_YET = -errno.ETIME
@@ -238,9 +238,9 @@ class SwapDaemon(Handle):
             raise refusal_error("the daemon's counters cannot be read", code)
         return Counters.of(out)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[RequestEvent]:
         """Returns what finished since the last call, oldest first. `events_dropped` counts the events lost in between."""
-        events: list[Event] = []
+        events: list[RequestEvent] = []
         count, dropped = ffi.new("uint32_t *"), ffi.new("uint64_t *")
         while True:
             code = lib.fy_daemon_events(self.handle, self._events, _EVENTS_AT_ONCE, count, dropped)
@@ -296,9 +296,9 @@ def _native_options(options: DaemonOptions) -> Any:
     return native
 
 
-def _event(native: Any) -> Event:
+def _event(native: Any) -> RequestEvent:
     operation, begin, end = _OPERATIONS[native.operation], native.begin_ns, native.end_ns
-    return Event(operation=operation, label=native.label, begin_ns=begin, end_ns=end, bytes=native.bytes)
+    return RequestEvent(operation=operation, label=native.label, begin_ns=begin, end_ns=end, bytes=native.bytes)
 
 
 def _start_hint(code: int, options: DaemonOptions) -> str | None:

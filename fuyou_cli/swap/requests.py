@@ -139,7 +139,7 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class RequestEvent:
     """The times of one finished request, or of part of an update, on the clock of `time.monotonic_ns`.
 
     The event of an update itself has no bytes: its I/O events have them. A chunk is a part of an update that was computed.

@@ -21,8 +21,8 @@ from ..spec.plan import Plan
 from .state.manifest import TENSORS
 
 if TYPE_CHECKING:
-    from ..data.batches import Part, Sampler
-    from ..data.cache import Asked
+    from ..data.batches import HeldPart, Sampler
+    from ..data.cache import RowsRequest
     from ..data.rows import DataSummary, Rows
     from ..data.stream import Stream
     from ..recipe.schema import DatasetSection, Recipe
@@ -92,11 +92,11 @@ def evaluation_rows(
     return found
 
 
-def _part(recipe: Recipe, *, held: bool) -> Part | None:
-    from ..data.batches import Part
+def _part(recipe: Recipe, *, held: bool) -> HeldPart | None:
+    from ..data.batches import HeldPart
 
     fraction = recipe.dataset.eval_fraction
-    return Part(fraction=fraction, seed=recipe.seed, held=held) if fraction else None
+    return HeldPart(fraction=fraction, seed=recipe.seed, held=held) if fraction else None
 
 
 def evaluation_sets(recipe: Recipe) -> dict[str, DatasetSection]:
@@ -260,11 +260,11 @@ def mixture_of(recipe: Recipe, sampler: Sampler | Stream, steps: int) -> str | N
     return "; ".join(told) if told else None
 
 
-def _asked(recipe: Recipe, tokenizer_dir: Path) -> Asked:
-    from ..data.cache import Asked
+def _asked(recipe: Recipe, tokenizer_dir: Path) -> RowsRequest:
+    from ..data.cache import RowsRequest
 
     template = recipe.tokenizer.chat_template
-    return Asked(
+    return RowsRequest(
         dataset=recipe.dataset,
         tokenizer_dir=tokenizer_dir,
         chat_template=None if template is None else expanded(template, key="tokenizer.chat_template"),

@@ -43,7 +43,7 @@ class Busy:
     bytes: int = 0
 
 
-Sent = dict[str, tuple[int, ...]]  # how many tokens each expert got, padding not counted, by mixture in running order
+TokensSent = dict[str, tuple[int, ...]]  # how many tokens each expert got, padding not counted, by mixture in running order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Spread:
     unused: int  # experts without a token, of all mixtures
 
     @classmethod
-    def of(cls, sent: Sent) -> Spread:
+    def of(cls, sent: TokensSent) -> Spread:
         """Sums up mixtures, of which there is at least one."""
         shares = [[count * len(counts) / max(1, sum(counts)) for count in counts] for counts in sent.values()]
         return cls(
@@ -98,7 +98,7 @@ class StepReport:
     router_aux_loss: Number | None = None  # without its coefficient, and no part of `loss`; None: there is none
     busy: dict[str, Seconds] = field(default_factory=dict)  # resource -> seconds in which it was busy
     experts: Spread | None = None  # None: the model has no mixture
-    sent: Sent = field(default_factory=dict)  # the log has that of the last step only, and so for `timeline`
+    sent: TokensSent = field(default_factory=dict)  # the log has that of the last step only, and so for `timeline`
     timeline: tuple[Busy, ...] = ()
 
 

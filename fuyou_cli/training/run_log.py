@@ -45,7 +45,7 @@ _BEFORE_STEPS = tuple(  # as `write` begins such lines
     for event in ("plan", "loaded", "changed", "failed", "stopped")
 )
 _EVENTS: dict[type, str] = {EvalReport: "eval", SampleReport: "sample", BestReport: "best"}
-Record = TypeVar("Record")
+LogRecord = TypeVar("LogRecord")
 
 # ---- writing -----------------------------------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class History:
         return replace(report, timeline=timeline, timeline_stalls=stalls, assumed=plan.assumed, compared=compared)
 
 
-def _read_as(kind: type[Record], record: dict[str, Any]) -> Record:
+def _read_as(kind: type[LogRecord], record: dict[str, Any]) -> LogRecord:
     """Makes a `kind` of the keys that it needs. A newer version may write more keys."""
     names = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # all are dataclasses
     return from_json(kind, {name: record[name] for name in names if name in record}, defaults=True)

@@ -17,14 +17,14 @@ from ..core import probe, process
 from ..engine.crossings import ComputedMicroBatch, Computing
 from ..engine.devices.base import Copy, Device
 from ..engine.executor import StepOutcome
-from ..engine.moves import Wait
+from ..engine.moves import ComputeWait
 from ..engine.visits import VisitInterval, Visits
 from ..planner.boundary_layout import kept_bytes
 from ..planner.memory import CREEP
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from ..swap.daemon import Event, SwapDaemon
+from ..swap.daemon import RequestEvent, SwapDaemon
 from .loggers import Trace
 from .report import Busy, Spread, StepReport, busy_seconds
 
@@ -141,7 +141,7 @@ class StepMeter:
         self._model, self._daemon, self._device, self._stalls, self._memory = model, daemon, device, stalls, memory
         self._begin = self._end = 0.0
         self._counters, self._waited = daemon.counters(), dict(stalls)
-        self._before: tuple[list[Event], list[Copy]] = ([], [])  # what ended between two steps, for a trace
+        self._before: tuple[list[RequestEvent], list[Copy]] = ([], [])  # what ended between two steps, for a trace
         self._traced: tuple[Trace, Visits, Computing] | None = None
 
     def trace(self, trace: Trace, visits: Visits) -> None:
@@ -199,7 +199,7 @@ class StepMeter:
 
 
 def intervals(
-    visits: Iterable[VisitInterval], events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
+    visits: Iterable[VisitInterval], events: Iterable[RequestEvent], copies: Iterable[Copy], *, begin: float, model: ModelSpec
 ) -> list[Busy]:
     """Returns when each resource was busy in a step that began at `begin` (monotonic seconds), including what began or ended
     before it, at negative seconds."""
@@ -219,7 +219,7 @@ def intervals(
 
 
 def of_micro_batches(
-    computed: Iterable[ComputedMicroBatch], waits: Iterable[Wait], *, begin: float, model: ModelSpec
+    computed: Iterable[ComputedMicroBatch], waits: Iterable[ComputeWait], *, begin: float, model: ModelSpec
 ) -> list[Busy]:
     """Returns what only a trace shows: the compute of each micro-batch, and each wait."""
     items = [Busy(resource="wait", label=wait.cause, begin=wait.begin - begin, end=wait.end - begin) for wait in waits]

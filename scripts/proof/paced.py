@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.simulated_machine import Parts, Sharing, VirtualMachine
+from fuyou_cli.planner.simulated_machine import JobParts, Sharing, VirtualMachine
 from fuyou_cli.spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec, StateLayout
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.swap.daemon import Result, SwapDaemon
@@ -25,7 +25,7 @@ from fuyou_cli.swap.requests import Update
 class Clockwork(Protocol):
     """Says when a job that was begun ends."""
 
-    def begin(self, parts: Parts, *, stage: int, priority: int) -> int: ...
+    def begin(self, parts: JobParts, *, stage: int, priority: int) -> int: ...
 
     def is_over(self, ticket: int) -> bool: ...
 
@@ -59,7 +59,7 @@ class RealTime:
         self._machine = _OnTheWall(costs.hardware, sharing)
         self._begun, self._asked = time.monotonic(), threading.Condition()
 
-    def begin(self, parts: Parts, *, stage: int, priority: int) -> int:
+    def begin(self, parts: JobParts, *, stage: int, priority: int) -> int:
         with self._asked:
             self._catch_up()
             ticket = self._machine.submit(parts, what="", stage=stage, priority=priority)
@@ -90,7 +90,7 @@ class RandomDelays:
         self._draws, self._mean, self._lock = random.Random(seed), mean, threading.Lock()
         self._over = list[float]()
 
-    def begin(self, parts: Parts, *, stage: int, priority: int) -> int:
+    def begin(self, parts: JobParts, *, stage: int, priority: int) -> int:
         with self._lock:
             self._over.append(time.monotonic() + self._mean * self._draws.expovariate(1.0) ** 2 / 2)
             return len(self._over) - 1
@@ -134,7 +134,7 @@ class PacedDaemon:
     def update(self, update: Update) -> int:
         read, written = _moved(update, self._model.layout)
         seconds = self._costs.update_seconds(self._plan.stages[update.label])
-        parts: Parts = (("update", seconds), ("ssd read", read), ("ssd write", written))
+        parts: JobParts = (("update", seconds), ("ssd read", read), ("ssd write", written))
         return self._hold(self._daemon.update(update), parts, update.label, update.priority)
 
     def poll(self, ticket: int) -> Result | None:
@@ -144,7 +144,7 @@ class PacedDaemon:
         self._clock.wait(self._held[ticket])
         return self._daemon.wait(ticket)
 
-    def _hold(self, ticket: int, parts: Parts, stage: int, priority: int) -> int:
+    def _hold(self, ticket: int, parts: JobParts, stage: int, priority: int) -> int:
         self._held[ticket] = self._clock.begin(parts, stage=stage, priority=priority)
         return ticket
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.machine.measure import memory_rates
 from fuyou_cli.machine.measure.memory_rates import LEAST, at_once, judged, measure_copies, measure_dram
-from fuyou_cli.machine.measure.store_rates import REQUEST, Course, Look, Stream, new_store, run_streams
+from fuyou_cli.machine.measure.store_rates import REQUEST, Course, Look, RequestStream, new_store, run_streams
 
 # ---- copy rates ------------------------------------------------------------------------------------------------------
 # Tests copies to a device and back at once: the arithmetic on made-up ends, the measuring on an emulated device.
@@ -144,7 +144,7 @@ def test_two_looks_are_enough() -> None:
 
 def test_a_stream_goes_over_its_part_again_until_its_total(tmp_path: Path) -> None:
     with new_store([tmp_path], 4 * REQUEST) as (daemon, _):
-        course = run_streams(daemon, [Stream(kind="write", first=0, size=2 * REQUEST, slot=0, total=7 * REQUEST)], 60.0)
+        course = run_streams(daemon, [RequestStream(kind="write", first=0, size=2 * REQUEST, slot=0, total=7 * REQUEST)], 60.0)
         assert course.finished == 7 * REQUEST == daemon.counters().written_bytes
         assert course.looks[0] == Look(seconds=0.0, read_bytes=0, written_bytes=0)
         assert course.looks[-1].written_bytes == 7 * REQUEST
@@ -153,6 +153,6 @@ def test_a_stream_goes_over_its_part_again_until_its_total(tmp_path: Path) -> No
 
 def test_time_ends_a_stream(tmp_path: Path) -> None:
     with new_store([tmp_path], 4 * REQUEST) as (daemon, _):
-        course = run_streams(daemon, [Stream(kind="read", first=0, size=2 * REQUEST, slot=0, total=1 << 50)], 0.05)
+        course = run_streams(daemon, [RequestStream(kind="read", first=0, size=2 * REQUEST, slot=0, total=1 << 50)], 0.05)
         assert course.looks[-1].seconds >= 0.05 and 0 < course.finished < 1 << 50
         assert course.settled.reading > 0

@@ -16,7 +16,7 @@ import pytest
 
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 from fuyou_cli.data import sandbox
-from fuyou_cli.data.cache import Asked, prepare
+from fuyou_cli.data.cache import RowsRequest, prepare
 from fuyou_cli.data.formats import RowError, choose_format
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.sandbox import LibraryErrors, reason
@@ -29,7 +29,7 @@ TALK = {"messages": [{"role": "user", "content": "seven?"}, {"role": "assistant"
 
 
 def rows_of(file: Path, tokenizer_dir: Path, cache: Path, template: Path | None = None) -> Rows:
-    return prepare(Asked(dataset=section(file), tokenizer_dir=tokenizer_dir, chat_template=template), cache)
+    return prepare(RowsRequest(dataset=section(file), tokenizer_dir=tokenizer_dir, chat_template=template), cache)
 
 
 @pytest.mark.usefixtures("served_here")

@@ -20,7 +20,7 @@ from hypothesis import strategies as some
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import cache
 from fuyou_cli.data.batches import Sampler, collate
-from fuyou_cli.data.cache import Asked, prepare
+from fuyou_cli.data.cache import RowsRequest, prepare
 from fuyou_cli.data.rows import NO_LOSS, Rows
 from fuyou_cli.recipe.schema import DatasetSection
 
@@ -28,7 +28,7 @@ from .conftest import Write, section
 
 
 def prepared(dataset: DatasetSection, tokenizer_dir: Path, cache_dir: Path) -> Rows:
-    return prepare(Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), cache_dir)
+    return prepare(RowsRequest(dataset=dataset, tokenizer_dir=tokenizer_dir), cache_dir)
 
 
 @pytest.mark.usefixtures("served_here")
@@ -58,7 +58,7 @@ def test_long_data_are_told_meanwhile(
 ) -> None:
     monkeypatch.setattr(cache, "_TOLD_AFTER", 0.1)
     told: list[str] = []
-    asked = Asked(dataset=section(write("t.jsonl", [{"text": "seven apples"}])), tokenizer_dir=tokenizer_dir)
+    asked = RowsRequest(dataset=section(write("t.jsonl", [{"text": "seven apples"}])), tokenizer_dir=tokenizer_dir)
     rows = prepare(asked, tmp_path / "slow", say=told.append)
     said = [line for line in told if line.startswith("still reading and tokenising: ")]
     assert said == told and 2 <= len(said) < 20  # a worker takes a second to begin, and is told less and less often

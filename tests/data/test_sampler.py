@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data.batches import Mixture, Part, Sampler
+from fuyou_cli.data.batches import DatasetMixture, HeldPart, Sampler
 from fuyou_cli.data.rows import Rows
 
 sizes = some.integers(1, 40)
@@ -126,15 +126,15 @@ def test_proportions_are_within_one_row_at_any_prefix(weights: list[float]) -> N
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     given = [0] * len(weights)
-    for length, entry in enumerate(Mixture(weights).picks(0, 400)[1], start=1):
+    for length, entry in enumerate(DatasetMixture(weights).picks(0, 400)[1], start=1):
         given[entry] += 1
         assert all(abs(count - share * length) < 1 for count, share in zip(given, shares, strict=True))
 
 
 @given(weights=weights, begin=some.integers(0, 500), jumps=some.lists(some.integers(0, 500), max_size=3))
 def test_a_position_alone_equals_the_iteration(weights: list[float], begin: int, jumps: list[int]) -> None:
-    iterated = Mixture(weights).picks(0, 520)[1]
-    jumping = Mixture(weights)
+    iterated = DatasetMixture(weights).picks(0, 520)[1]
+    jumping = DatasetMixture(weights)
     for position in [*jumps, begin]:
         counts, picks = jumping.picks(position, 20)
         assert counts == [iterated[:position].count(entry) for entry in range(len(weights))]
@@ -143,7 +143,7 @@ def test_a_position_alone_equals_the_iteration(weights: list[float], begin: int,
 
 def test_a_position_far_away_is_reached_at_once() -> None:
     """Reaches half of 10**15 positions at once: the order repeats, so nothing is replayed."""
-    assert Mixture([0.7, 0.3]).picks(10**15, 10)[0] == [7 * 10**14, 3 * 10**14]
+    assert DatasetMixture([0.7, 0.3]).picks(10**15, 10)[0] == [7 * 10**14, 3 * 10**14]
 
 
 def sampler_of(entries: list[tuple[int, float]], batch_size: int, seed: int) -> Sampler:
@@ -213,20 +213,20 @@ TEXTS = [f"sample {number} of {number * 7} words" for number in range(40)]
 def test_as_many_as_the_fraction_says_at_any_prefix(fraction: float, seed: int, entry: int) -> None:
     held = 0
     for number in range(300):
-        held += Part(fraction=fraction, seed=seed, held=True).takes(entry, number)
+        held += HeldPart(fraction=fraction, seed=seed, held=True).takes(entry, number)
         assert abs(held - Fraction(str(fraction)) * (number + 1)) < 1
 
 
 def test_another_seed_or_entry_holds_other_samples_back() -> None:
     def held(seed: int, entry: int) -> list[int]:
-        return [number for number in range(1000) if Part(fraction=0.05, seed=seed, held=True).takes(entry, number)]
+        return [number for number in range(1000) if HeldPart(fraction=0.05, seed=seed, held=True).takes(entry, number)]
 
     assert held(seed=1, entry=0) == held(seed=1, entry=0)
     assert len({tuple(held(seed=seed, entry=entry)) for seed in (1, 2) for entry in (0, 1)}) == 4
 
 
 def part(*, held: bool, fraction: float = 0.2) -> dict[str, Any]:
-    return asdict(Part(fraction=fraction, seed=3, held=held))
+    return asdict(HeldPart(fraction=fraction, seed=3, held=held))
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["entries end to end", "a mixture"])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.data.cache import Asked, prepare, request_for
+from fuyou_cli.data.cache import RowsRequest, prepare, request_for
 from fuyou_cli.data.reading import read_rows
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.sources import (
@@ -207,7 +207,7 @@ def test_it_is_fetched_once_and_only_for_a_run(
     assert look(dataset)[0].choice == f"{data_set}, subset en, split train[2:5]: fetched when a run begins"
     with pytest.raises(MissingDataError, match="is not fetched yet"):
         size_of(dataset)
-    asked, cache = Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), tmp_path / "rows"
+    asked, cache = RowsRequest(dataset=dataset, tokenizer_dir=tokenizer_dir), tmp_path / "rows"
     rows = prepare(asked, cache)
     assert len(rows) == 3 and size_of(dataset) > 0
     monkeypatch.setattr("fuyou_cli.data.sources._call_datasets", lambda *_, **__: pytest.fail("asked again"))
@@ -229,7 +229,7 @@ def test_a_line_of_text_is_a_row_streamed_or_not(data_set: Path, tokenizer_dir: 
     for number, (packing, streaming) in enumerate(product((False, "concat"), (False, True))):
         dataset = section(data_set, entry={"name": "plain"}, packing=packing, streaming=streaming)
         (out := tmp_path / f"rows-{number}").mkdir()
-        request, _ = request_for(Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), fetching=say_nothing)
+        request, _ = request_for(RowsRequest(dataset=dataset, tokenizer_dir=tokenizer_dir), fetching=say_nothing)
         build({**request, "out": str(out), "seconds": 60})
         rows = Rows(out)
         made.append([rows.tokens(row).tolist() for row in range(len(rows))])

@@ -19,7 +19,7 @@ import pytest
 
 from fuyou_cli.core.errors import DataError, DataSpaceError, UsageError
 from fuyou_cli.data import worker
-from fuyou_cli.data.cache import Asked
+from fuyou_cli.data.cache import RowsRequest
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.stream import Stream, _Worker
 from fuyou_cli.data.tokenise import Tokeniser
@@ -106,7 +106,7 @@ def test_parts_are_the_rows_and_another_process_makes_the_same(
 
 def stream(dataset: DatasetSection, tokenizer_dir: Path, cache_dir: Path, **options: Any) -> Stream:
     return Stream(
-        Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), cache_dir=cache_dir, seed=7, part_tokens=SMALL,
+        RowsRequest(dataset=dataset, tokenizer_dir=tokenizer_dir), cache_dir=cache_dir, seed=7, part_tokens=SMALL,
         **{"batch_size": 5, "check": lambda summary: None, "say": lambda text: None, **options},
     )  # fmt: skip
 

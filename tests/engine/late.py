@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.engine.devices.base import Device, Event, Run, Squares, squares_of
+from fuyou_cli.engine.devices.base import Device, Event, Squares, ValueRun, squares_of
 from tests.emulated import EmulatedDevice, poison
 
 from . import rig as rigs
@@ -62,7 +62,7 @@ class _LateCopy(Event):
 class _LateSquares:
     """Computes squares of what is there when somebody asks for them."""
 
-    def __init__(self, flat: torch.Tensor, runs: Sequence[Run]) -> None:
+    def __init__(self, flat: torch.Tensor, runs: Sequence[ValueRun]) -> None:
         self._flat, self._runs = flat, runs
         self._values: list[float] | None = None
 
@@ -83,7 +83,7 @@ class LateDevice(EmulatedDevice):
         super().__init__()
         self._late_up, self._late_down, self._bulk_up, self._bulk_down = (_LateCopies() for _ in range(4))
 
-    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+    def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         return _LateSquares(flat, runs)
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
@@ -150,7 +150,7 @@ class LaggingDevice(EmulatedDevice):
         host.copy_(device)
         return _Behind(self)
 
-    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+    def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         return _SquaresBehind(self, squares_of(flat, runs))
 
     def synchronize(self) -> None:

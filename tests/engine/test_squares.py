@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fuyou_cli.engine import gradients
 from fuyou_cli.engine.devices import gpu_kernels as square_kernels
 from fuyou_cli.engine.devices import open_device
-from fuyou_cli.engine.devices.base import Event, Run, Squares
+from fuyou_cli.engine.devices.base import Event, Squares, ValueRun
 from fuyou_cli.engine.devices.cuda import CudaDevice
 from fuyou_cli.engine.devices.gpu_kernels import squares_in_lanes
 from fuyou_cli.planner import device as device_rules
@@ -219,7 +219,7 @@ class _HoldsSquares(EmulatedDevice):
 
     held: _HeldSquares | None = None
 
-    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+    def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         squares = super().squares(flat, runs, lanes)
         if self.held is not None:
             return squares

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.simulated_machine import Parts, Resource, Sharing, VirtualMachine
+from fuyou_cli.planner.simulated_machine import JobParts, Resource, Sharing, VirtualMachine
 
 from .models import HARDWARE
 
@@ -23,7 +23,7 @@ NAMES: dict[str, Resource] = {
 }  # fmt: skip
 
 
-def job(**amounts: float) -> Parts:
+def job(**amounts: float) -> JobParts:
     return tuple((NAMES[name], amount) for name, amount in amounts.items())
 
 
@@ -52,7 +52,7 @@ def _until(machine: VirtualMachine, *tickets: int) -> list[float]:
         (job(down=4), 0.5), (job(), 0.0),
     ],
 )  # fmt: skip
-def test_alone_a_job_takes_its_amount_over_the_rate(work: Parts, seconds: float) -> None:
+def test_alone_a_job_takes_its_amount_over_the_rate(work: JobParts, seconds: float) -> None:
     machine = _machine()
     assert _until(machine, machine.submit(work, what="x", stage=0)) == [seconds]
 
@@ -164,7 +164,7 @@ works = st.one_of(
 
 
 @given(st.lists(st.tuples(works, st.integers(0, 3)), min_size=1, max_size=8), st.sampled_from([1.0, 0.5, 0.25]))
-def test_nothing_is_lost_or_found(jobs: list[tuple[Parts, int]], share: float) -> None:
+def test_nothing_is_lost_or_found(jobs: list[tuple[JobParts, int]], share: float) -> None:
     """Everything ends, no resource is busy for longer than the time there was, and none does its work faster than alone."""
     machine = _machine(compute_left=share, update_left=share)
     tickets = [machine.submit(work, what="x", stage=i, priority=p) for i, (work, p) in enumerate(jobs)]
@@ -175,7 +175,7 @@ def test_nothing_is_lost_or_found(jobs: list[tuple[Parts, int]], share: float) -
 
 
 @given(st.lists(st.tuples(works, st.integers(0, 3)), min_size=1, max_size=8))
-def test_no_job_ends_earlier_with_less_memory_bandwidth(jobs: list[tuple[Parts, int]]) -> None:
+def test_no_job_ends_earlier_with_less_memory_bandwidth(jobs: list[tuple[JobParts, int]]) -> None:
     """A memory that is never full changes nothing; every other one gives all the bytes there are."""
     ends = []
     for rate in (0.0, 1e6, 12.0, 5.0):

@@ -177,7 +177,7 @@ def test_the_model_it_started_from_is_not_written_over() -> None:
 
 
 def test_a_peak_above_the_budget_is_an_error_where_nothing_held_it() -> None:
-    over = demonstration.Done(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
+    over = demonstration.FinishedRun(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
     demonstration._refuse_excess(Ended(code=0, enforced=True), over)
     demonstration._refuse_excess(Ended(code=0, enforced=False), replace(over, peak=100 << 20))
     with pytest.raises(FuyouError, match="101 MiB of memory, but its budget is 100 MiB"):

@@ -281,6 +281,26 @@ def shared_names() -> set[str]:
     return {name for name, found in folders.items() if len(found) > 1} - {"__init__"}
 
 
+def test_no_class_name_twice() -> None:
+    """Finds one meaning for the name of a public class, whichever file speaks of it; an alias of a type takes no such name."""
+    classes, files = set[str](), defaultdict(set)
+    for source in sources():
+        for node in source.tree.body:
+            for name in _names_given(node):
+                files[name].add(source.name)
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.add(node.name)
+    assert {name: sorted(files[name]) for name in classes if len(files[name]) > 1} == {}
+    assert "Plan" in classes
+
+
+def _names_given(node: ast.stmt) -> list[str]:
+    """Returns the names that a statement of a module gives to a class, a function or a value."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return [node.name]
+    return [dotted(target) for target in node.targets] if isinstance(node, ast.Assign) else []
+
+
 def test_nothing_is_left_for_later() -> None:
     marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
     found = [

@@ -22,7 +22,7 @@ MOST_COPIES = 1 << 14  # copies that are remembered until the caller asks
 PIECE = 32 << 20  # bytes: 1.5 ms of PCIe 4, a quarter of a micro-batch's forward; starting a copy costs far less
 
 Moment = Callable[[], float]  # returns when something happened, in monotonic seconds; may wait for it
-Run = tuple[int, int]  # a run of values: the first, and how many
+ValueRun = tuple[int, int]  # a run of values: the first, and how many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class Device:
         now = time.monotonic()
         return lambda: now
 
-    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+    def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         """Sums runs of `flat` (1-D, in device memory), after the compute submitted so far. Do not change `flat` until the sums
         are there. The order of additions is fixed: every device of this kind gives the same bits. `lanes`: device memory to
         compute in, 8 bytes for each of the `square_lanes` of the longest run, used only by this call. Device cpu needs none."""
@@ -164,7 +164,7 @@ class Device:
         """Releases the host memory it registered. Work under way has failed or ended, so nothing is raised for it."""
 
 
-def squares_of(flat: torch.Tensor, runs: Sequence[Run]) -> list[float]:
+def squares_of(flat: torch.Tensor, runs: Sequence[ValueRun]) -> list[float]:
     """Sums squares with the native library, on this thread and without the GIL, as a fixed tree per run."""
     memory, item = flat.view(torch.uint8).numpy().data, flat.element_size()
     dtype: Dtype = "bfloat16" if flat.dtype == torch.bfloat16 else "float32"

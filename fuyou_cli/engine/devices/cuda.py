@@ -19,7 +19,7 @@ from contextlib import suppress
 import torch
 
 from ...core.errors import FuyouError
-from .base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces
+from .base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Squares, ValueRun, in_pieces
 from .gpu_kernels import Square, square_kernel, squares_in_lanes
 
 _HALVES = 2
@@ -274,7 +274,7 @@ class CudaDevice(Device):
             return self._staging[not up].submit(source, target, copy)
         return large.submit(source, target, after) if bulk else copy(source, target)
 
-    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+    def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         """Computes squares on the compute stream, which nothing else waits for. The results leave on their own stream."""
         lanes = lanes.view(torch.float64)
         if flat.dtype not in self._square:

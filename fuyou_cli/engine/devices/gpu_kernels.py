@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...planner.device import SQUARE_LANES, square_lanes
-from .base import Run
+from .base import ValueRun
 
 FEW = 1 << 11  # from this width on the lanes of all runs are folded together, because each launch takes the host microseconds
 
@@ -21,7 +21,7 @@ Square = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 def squares_in_lanes(
-    flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor, *, kernel: Square | None = None
+    flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor, *, kernel: Square | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns (runs,) float64 on the device of `flat`. `lanes`: float64 to compute in, at least `square_lanes` of the longest
     run. `kernel`: for long runs."""

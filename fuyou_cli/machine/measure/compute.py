@@ -53,7 +53,7 @@ def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bo
                 continue
             tokens = affordable_tokens(LAYER_FLOPS * width**2, matmul[dtype].value / 2, pair, most)
             stage = small_stage(kind, width, dtype, tokens, device)
-            found += timed([Sample(stage=stage, alone=stage.make(tokens), tokens=tokens)], device, seconds=pair)
+            found += timed([TimedStage(stage=stage, alone=stage.make(tokens), tokens=tokens)], device, seconds=pair)
     if not left:
         return found
     note = f"{left} of {2 * len(wanted)} layers and heads left out: they take too long here (fuyou bench --full)"
@@ -191,7 +191,7 @@ def _inspected(anatomy: Anatomy, numerics: Numerics, shape: tuple[int, int]) -> 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class TimedStage:
     """A stage to be timed. Its rates are kept as those of micro-batches of `tokens`. `layers`: what it is timed for, if
     it is a recipe's own (`StageRate`)."""
 
@@ -248,7 +248,7 @@ class Sample:
         )  # fmt: skip
 
 
-def timed(samples: Sequence[Sample], device: torch.device, *, seconds: float) -> Findings:
+def timed(samples: Sequence[TimedStage], device: torch.device, *, seconds: float) -> Findings:
     """Measures stages that take turns. `seconds`: of everything, about."""
     trim(apart=True)  # as in a run, logits are mapped anew each time, and not taken from a hole that a model's making left
     by_sample = [sample.actions(one_of_several=len(samples) > 1) for sample in samples]
@@ -330,13 +330,13 @@ def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: floa
             ", so it is not compiled" if first.compiles else ""
         )
         notes = (f"the recipe's {first.kind} is measured on {tokens} tokens: {why}",)
-    samples, pace = [Sample(stage=first, alone=alone, tokens=tokens, layers=layers)], taken / alone.tokens
+    samples, pace = [TimedStage(stage=first, alone=alone, tokens=tokens, layers=layers)], taken / alone.tokens
     seconds, free = seconds - taken, free - first.peak
     for stage in stages[1:] if not notes else ():
         if stage.tokens * pace > seconds or stage.peak > free:
             continue
         whole = stage.numerics.micro_batch_size * stage.numerics.max_seq_len
-        samples.append(Sample(stage=stage, alone=stage.make(stage.tokens, alone), tokens=whole, layers=layers))
+        samples.append(TimedStage(stage=stage, alone=stage.make(stage.tokens, alone), tokens=whole, layers=layers))
         seconds, free = seconds - stage.tokens * pace, free - stage.peak
     share = GPU_SHARE if device.type == "cuda" else 1.0
     return timed(samples, device, seconds=SECONDS[first.kind] * share) + Findings(notes=notes)

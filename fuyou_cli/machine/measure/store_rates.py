@@ -40,7 +40,7 @@ _WINDOWS = 3  # their rates show the spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
+class RequestStream:
     """Describes requests over [first, first + size) of the store until `total` bytes have passed (None: once).
 
     IN_FLIGHT of them run at a time, through the arena's slots from `slot` on.
@@ -110,7 +110,7 @@ class Course:
         return max((look for look in self.looks[:-1] if look.seconds <= until), key=lambda look: look.seconds)
 
 
-def run_streams(daemon: SwapDaemon, streams: Sequence[Stream], limit: float) -> Course:
+def run_streams(daemon: SwapDaemon, streams: Sequence[RequestStream], limit: float) -> Course:
     """Runs all streams at once until the first ends or `limit` seconds are over, and watches the daemon's counters."""
     clock = _Clock(daemon)
     looks, ends = [Look(seconds=0.0, read_bytes=0, written_bytes=0)], threading.Event()
@@ -143,7 +143,7 @@ class _Clock:
         return time.perf_counter() - self._begin
 
 
-def _drive(daemon: SwapDaemon, stream: Stream, clock: _Clock, limit: float, ends: threading.Event) -> tuple[Look, int]:
+def _drive(daemon: SwapDaemon, stream: RequestStream, clock: _Clock, limit: float, ends: threading.Event) -> tuple[Look, int]:
     """Submits requests until the stream ends. Returns the time it stopped submitting, and what was done by then."""
     submit = daemon.read if stream.kind == "read" else daemon.write
     total = stream.size if stream.total is None else stream.total
@@ -319,7 +319,7 @@ def _pass(daemon: SwapDaemon, span: int, much: tuple[float, float], *kinds: Dire
     """Runs a pass over this many spans for at most this many seconds: all files one way, or one half each way."""
     total, part = align_up(int(much[0] * span), REQUEST), align_up(span // len(kinds), REQUEST)
     streams = [
-        Stream(kind=kind, first=(span - part) * index, size=part, slot=IN_FLIGHT * index, total=total)
+        RequestStream(kind=kind, first=(span - part) * index, size=part, slot=IN_FLIGHT * index, total=total)
         for index, kind in enumerate(kinds)
     ]
     return run_streams(daemon, streams, much[1])
@@ -424,13 +424,13 @@ def burst_windows(rates: Sequence[float]) -> int:
 
 
 def _window(daemon: SwapDaemon, number: int) -> Pace:
-    return run_streams(daemon, [Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0)], MOST_SECONDS).whole
+    return run_streams(daemon, [RequestStream(kind="write", first=number * WINDOW, size=WINDOW, slot=0)], MOST_SECONDS).whole
 
 
 def _mixed(daemon: SwapDaemon, number: int) -> Pace:
     """Writes a new window while the first ones are read."""
     streams = [
-        Stream(kind="read", first=0, size=LAST * WINDOW, slot=IN_FLIGHT),
-        Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0),
+        RequestStream(kind="read", first=0, size=LAST * WINDOW, slot=IN_FLIGHT),
+        RequestStream(kind="write", first=number * WINDOW, size=WINDOW, slot=0),
     ]
     return run_streams(daemon, streams, MOST_SECONDS).whole
