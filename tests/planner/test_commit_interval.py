@@ -66,7 +66,7 @@ def _end(spec: ModelSpec, plan: Plan, steps: int) -> float:
     return simulate(spec, SLOW, plan, plan_schedule(spec, plan), steps=steps, commits=True, jobs=False).end
 
 
-@examples(25)
+@examples(15)
 @given(data=st.data(), spec=models(most=1 << 20), states=st.sampled_from([None, "cpu"]))
 def test_commits_take_no_more_than_their_share(data: st.DataObject, spec: ModelSpec, states: Tier | None) -> None:
     """All steps of some intervals, simulated, beside as many without a commit."""
@@ -82,7 +82,7 @@ def test_commits_take_no_more_than_their_share(data: st.DataObject, spec: ModelS
     assert 1 - without / with_commits <= ALLOWED
 
 
-@examples(25)
+@examples(15)
 @given(data=st.data(), spec=models(most=1 << 20))
 def test_commits_before_the_last_take_no_more_than_their_share_of_any_run(data: st.DataObject, spec: ModelSpec) -> None:
     """Even where steps hide nothing of them, though by simulation a step that computes for long hides all: a run of minutes has
@@ -100,7 +100,7 @@ def test_commits_before_the_last_take_no_more_than_their_share_of_any_run(data: 
         assert every >= steps, "only at the end"
 
 
-@examples(25)
+@examples(15)
 @given(data=st.data(), spec=models(most=1 << 20), every=st.sampled_from([None, 10**5, 10**7, 10**9]))
 def test_commits_that_lose_little_are_as_rare_as_that_allows(data: st.DataObject, spec: ModelSpec, every: int | None) -> None:
     plan = _planned(data, spec, states="cpu", every=every)
@@ -151,7 +151,7 @@ def test_steps_between_commits_write_nothing_where_all_rests_in_ram(data: st.Dat
     assert written_by_step(plan) == 0 < plan.predicted.written_per_step
 
 
-@examples(25)
+@examples(15)
 @given(
     data=st.data(), spec=models(most=1 << 20), every=st.sampled_from([None, 1, 2, 3, 7]), done=st.integers(0, 20),
     room=st.integers(0, 1 << 30),

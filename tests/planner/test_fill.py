@@ -153,7 +153,7 @@ def requests(draw: st.DrawFn) -> tuple[ModelSpec, PlanRequest, Family]:
     return spec, asked, draw(parts(family(spec, asked)))
 
 
-@examples(30)
+@examples(15)
 @given(case=requests())
 def test_no_plan_takes_more_than_the_device_has(case: tuple[ModelSpec, PlanRequest, Family]) -> None:
     """Checks what a search finds and what a recipe asks for; an output is in one place."""

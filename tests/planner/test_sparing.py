@@ -101,7 +101,7 @@ def open_cases(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest
     return spec, hardware, request, draw(parts(family(spec, request)))
 
 
-@examples(25)
+@examples(15)
 @given(open_cases())
 def test_what_is_written_costs_a_tenth_of_the_step_at_most(
     case: tuple[ModelSpec, HardwareProfile, PlanRequest, Family],
