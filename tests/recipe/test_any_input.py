@@ -12,7 +12,7 @@ from fuyou_cli.recipe.rules import known_keys
 
 from .conftest import VALID
 
-ANY = examples(250, share_fixtures=True)
+ANY = examples(120, share_fixtures=True)
 
 _values = st.one_of(
     st.sampled_from(["auto", "null", "[]", "{}", "-1", "1e400", "0x_", "0b", "1:99", ".nan", "~", "???", "${seed}", "''"]),

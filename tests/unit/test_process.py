@@ -34,7 +34,7 @@ def test_a_mapped_block_is_itself_and_what_works_on_it(size: int) -> None:
 MANY = 50_000  # more than any threshold
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def thawed() -> Iterator[None]:
     """Begins like a command: what these tests' process froze would keep `uncollected` from moving anything."""
     gc.unfreeze()
@@ -47,6 +47,7 @@ def _collections() -> list[int]:
     return [generation["collections"] for generation in gc.get_stats()]
 
 
+@pytest.mark.usefixtures("thawed")
 def test_what_was_made_meanwhile_is_not_looked_at_right_after() -> None:
     before = _collections()
     with uncollected():
@@ -57,6 +58,7 @@ def test_what_was_made_meanwhile_is_not_looked_at_right_after() -> None:
     assert gc.isenabled() and not gc.get_freeze_count()
 
 
+@pytest.mark.usefixtures("thawed")
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
