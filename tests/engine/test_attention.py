@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from drawn import every
+from drawn import crossed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -75,15 +75,6 @@ def test_the_one_taken_is_seen_in_the_first_step(subject: Any, backends: Any, ex
     with Rig(subject(), tmp_path, home="cpu", kept="all") as rig, sdpa_kernel(backends):
         rig.run(2)
         assert rig.executor.attention.kernel == expected
-
-
-def test_a_compiled_block_is_not_looked_into(tmp_path: Path) -> None:
-    load_compiler()
-    torch._dynamo.reset()
-    blocks = CompiledBlocks(backend="aot_eager")
-    with Rig(Subject(llama(), Shape()), tmp_path, home="cpu", compiled=blocks) as rig:
-        rig.run(2)
-        assert (rig.executor.attention.kernel, blocks.graphs) == ("", 1)
 
 
 def test_it_is_asked_once() -> None:
@@ -204,11 +195,11 @@ def apart(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((our - their).norm() / their.norm()) for our, their in pairs)
 
 
-@pytest.mark.parametrize("family", WITH_SINKS)
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 2), (2, 7), (2, 8), (1, 9), (2, 61), (1, 257)])
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_equals_the_models_own(family: str, rows: int, tokens: int, window: int | None) -> None:
-    qkv, module = made(rows, tokens)
+@crossed(
+    4, family=WITH_SINKS, shape=[(1, 1), (3, 2), (2, 7), (2, 8), (1, 9), (2, 61), (1, 257)], window=[None, WINDOW]
+)  # fmt: skip
+def test_equals_the_models_own(family: str, shape: tuple[int, int], window: int | None) -> None:
+    tokens, (qkv, module) = shape[1], made(*shape)
     fused, own = masks(tokens, window, torch.float32)
     assert (fused is None) == (window is None or tokens < window)
     ours = gradients(attend_with_sinks, module, qkv, fused)
@@ -247,18 +238,13 @@ def test_steps_equal_plain_pytorch_with_the_models_own_attention(tmp_path: Path)
     assert distance(sinks, {name: expected[name] for name in sinks}) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", every(1, ["float32", "bfloat16"]))
-@pytest.mark.parametrize(
-    "way",
-    every(
-        2,
-        [
-            {"kept": "all"}, {"kept": "all", "boundaries": "ssd", "device": "emulated"},
-            {"kept_there": "room", "device": "emulated", "batch_on_device": False}, {"sweeps": 3},
-            {"norm_first": True, "kept": "all"},
-        ],
-    ),
-    ids=str,
+@crossed(
+    4,
+    dtype=["float32", "bfloat16"],
+    way=[
+        {"kept": "all"}, {"sweeps": 3}, {"kept": "all", "boundaries": "ssd", "device": "emulated"},
+        {"kept_there": "room", "device": "emulated", "batch_on_device": False}, {"norm_first": True, "kept": "all"},
+    ],
 )  # fmt: skip
 def test_the_same_bits_however_bytes_move(way: dict[str, Any], dtype: Any, tmp_path: Path) -> None:
     shape = Shape(dtype=dtype, accumulate=dtype, batch=6, micro=2, tokens=13)
@@ -403,11 +389,14 @@ def test_documents_apart(tmp_path: Path) -> None:
 
 
 def test_compiled(tmp_path: Path) -> None:
+    """A compiled block is not looked into: its kernel is not known."""
     load_compiler()
     torch._dynamo.reset()
     subject, blocks = Subject(granite_swa(), Shape()), CompiledBlocks(backend="aot_eager")
     plain = outcome(subject, tmp_path / "plain", 2, home="cpu")
-    assert_near(outcome(subject, tmp_path / "compiled", 2, home="cpu", compiled=blocks), plain, weights=1e-5)
+    with Rig(subject, tmp_path / "compiled", home="cpu", compiled=blocks) as rig:
+        assert_near((rig.run(2), rig.weights()), plain, weights=1e-5)
+        assert (rig.executor.attention.kernel, blocks.graphs) == ("", 2)  # one block has a window
 
 
 @pytest.mark.parametrize(("kernel", "masked", "groups"), [("flash", False, 2), ("efficient", True, 8), ("efficient", False, 8)])

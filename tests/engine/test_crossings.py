@@ -325,7 +325,7 @@ GPT2 = GPT2Config(vocab_size=192, n_embd=64, n_inner=64, n_layer=3, n_head=4, n_
 
 @pytest.mark.parametrize(
     ("config", "clip", "vocabulary", "freeze"),
-    every(2, [
+    every(4, [
         (LLAMA, 0.5, 0, ()), (LLAMA, None, 80, ()), (GPT2, 0.5, 80, ()), (GPT2, None, 0, ()),
         (LLAMA, 0.5, 80, ("model.embed_tokens", "model.layers.[0-1]")),
     ]),

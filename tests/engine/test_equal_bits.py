@@ -238,8 +238,8 @@ IN_PIECES = _piece("forward", "logits", "head", "backward")
 ACROSS = _block("forward", "backward")
 # row -> models, clipping, way, where it is given up: between micro-batches, or after the visit
 GIVEN_UP: dict[str, tuple[tuple[str, ...], float | None, dict[str, Any], list[Place], bool]] = {
-    "deferred": (CUT, None, dict(defer=True), _block("forward"), False),
-    "deferred, emulated": (CUT, None, dict(EMULATED, defer=True), _block("backward"), False),
+    "deferred": (CUT[::2], None, dict(defer=True), _block("forward"), False),
+    "deferred, emulated": (CUT[1::2], None, dict(EMULATED, defer=True), _block("backward"), False),
     "sweeps": (("rows",), 0.5, dict(sweeps=3, lookahead=3), _block("forward", "backward", sweep=1), True),
     "sweeps, emulated": (("rows",), 0.5, dict(EMULATED, sweeps=3, lookahead=3), _block("forward", "backward", sweep=1), True),
     "cut": (("tied, cut",), 0.5, {}, IN_PIECES, False),

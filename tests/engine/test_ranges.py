@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import every
+from drawn import crossed, every
 
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.cutting import cut_experts, obstacles
@@ -41,7 +41,7 @@ LORA = AdapterSection(r=4, lora_alpha=8, target_modules=["q_a_proj", "q_b_proj",
 
 def _outcome(family: str, folder: Path, size: int, *, kind: type[Subject] = Decided, **more: Any) -> Outcome:
     subject = kind(FAMILIES[family], Shape(experts=size, batch=6), **more)
-    return outcome(subject, folder / str(size), 4, clip=0.5, optimizer=SMOOTH)
+    return outcome(subject, folder / str(size), 2, clip=0.5, optimizer=SMOOTH)  # the second with states and both extents
 
 
 def _assert_as_whole(whole: Outcome, cut: Sequence[Outcome]) -> None:
@@ -120,8 +120,7 @@ def test_balanced(tmp_path: Path) -> None:
     assert_near(*found)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("way", [{}, dict(device="emulated"), dict(device="emulated", batch_on_device=False)])
+@crossed(2, way=[{}, dict(device="emulated"), dict(device="emulated", batch_on_device=False)], apart=[False, True])
 def test_rows_of_unlike_length(apart: bool, way: dict[str, Any], tmp_path: Path) -> None:
     """Micro-batches of unlike width: padded, or end to end. Padding adds nothing to the sums of other rows."""
     found = []

@@ -161,7 +161,7 @@ def test_as_plain_pytorch(family: str, tmp_path: Path) -> None:
 
 
 @crossed(
-    2,
+    4,
     family=["llama", "gpt2", "longrope", "mamba2"],
     options=[
         {"device": "emulated", "batch_on_device": False}, {"device": "emulated", "kept": "all"},
@@ -190,8 +190,7 @@ def test_what_dora_makes_of_weights_alone_has_one_size(tmp_path: Path) -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("family", ["llama", "dynamic"])  # end to end and padded, both untied: others have one sweep
-@pytest.mark.parametrize("vocabulary", [0, 40])
+@crossed(2, family=["llama", "dynamic"], vocabulary=[0, 40])  # end to end and padded, both untied: others have one sweep
 def test_sweeps_and_a_cut_vocabulary(family: str, vocabulary: int, tmp_path: Path) -> None:
     """Micro-batches are those of one sweep, and so is every bit. Of short rows there are fewer than sweeps."""
     found = []

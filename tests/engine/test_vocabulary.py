@@ -3,9 +3,7 @@ planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ from fuyou_cli.engine.cutting import is_plain
 from fuyou_cli.engine.executor import Executor
 from fuyou_cli.engine.loss import Head, pieces
 from fuyou_cli.planner.place import least_memory, plan
-from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import StageKind
 
-from .comparing import assert_near, distance, relative, unequal
+from .comparing import assert_near, assert_same, distance, relative
 from .families import FAMILIES, llama
 from .measuring import Seen
 from .plain_torch import assert_as_plain_torch
@@ -100,49 +97,21 @@ def test_gradients_are_as_good_as_those_of_a_whole_head(name: str, tmp_path: Pat
     assert errors[1] <= max(1.5 * errors[0], 3e-7)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def large(request: pytest.FixtureRequest) -> Subject:
-    """Makes a model large enough for a budget to matter: spans are rounded to 2 MiB."""
-    config = llama(vocab_size=6000, hidden_size=256, intermediate_size=512, tie_word_embeddings=request.param)
-    return Subject(config, Shape(batch=2, micro=1, vocabulary=2500))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Roomy:
-    """Holds what three steps give with room for two slots of gradients, and what was asked for."""
-
-    losses: list[float]
-    weights: dict[str, torch.Tensor]
-    request: PlanRequest
-
-
-@pytest.fixture(scope="module")
-def roomy(large: Subject, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], Roomy]:
-    """Gives roomy(clip), computed once. Much scratch, so that a step takes more memory than loading."""
-
-    @cache
-    def outcome(clip: float | None) -> Roomy:
-        with Rig(large, tmp_path_factory.mktemp("roomy"), clip=clip, chunks=250) as rig:
-            assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 2
-            return Roomy(losses=rig.run(3), weights=rig.weights(), request=rig.request)
-
-    return outcome
-
-
-@pytest.mark.parametrize(("lookahead", "clip"), [(1, 0.5), (2, None), (4, 0.5)])
-def test_the_fewest_slots_are_enough(
-    lookahead: int, clip: float | None, large: Subject, roomy: Callable[[float | None], Roomy], tmp_path: Path
-) -> None:
-    """Uses one slot of gradients for all: what is read ahead must not take the one that is needed first."""
-    expected = roomy(clip)
-    request = replace(expected.request, cpu_budget=1, lookahead=lookahead)
+@pytest.mark.parametrize(("tied", "lookahead", "clip"), [(False, 1, 0.5), (True, 2, None), (True, 4, 0.5)])
+def test_the_fewest_slots_are_enough(tied: bool, lookahead: int, clip: float | None, tmp_path: Path) -> None:
+    """Uses one slot of gradients for all: what is read ahead must not take the one that is needed first. Spans are rounded to
+    2 MiB, so the model is large enough for a budget to matter; with much scratch a step takes more memory than loading."""
+    config = llama(vocab_size=6000, hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
+    large, way = Subject(config, Shape(batch=2, micro=1, vocabulary=2500)), {"clip": clip, "chunks": 250}
+    with Rig(large, tmp_path / "roomy", **way) as rig:
+        assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 2
+        expected, request = (rig.run(3), rig.weights()), replace(rig.request, cpu_budget=1, lookahead=lookahead)
     with pytest.raises(PlanError):
         plan(large.spec, HARDWARE, request)
     least = least_memory(large.spec, HARDWARE, request)
-    with Rig(large, tmp_path, clip=clip, lookahead=lookahead, budget=least, chunks=250) as rig:
+    with Rig(large, tmp_path / "least", lookahead=lookahead, budget=least, **way) as rig:
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 1
-        assert rig.run(3) == expected.losses
-        assert unequal(rig.weights(), expected.weights) == []
+        assert_same((rig.run(3), rig.weights()), expected)
 
 
 def test_in_one_piece_and_in_many(tmp_path: Path) -> None:
