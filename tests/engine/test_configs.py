@@ -243,7 +243,7 @@ UNTRACED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", every(2, REFUSED))
+@pytest.mark.parametrize("family", every(3, REFUSED))
 def test_what_is_refused_is_described_where_it_can_be_traced(family: str) -> None:
     config = REFUSED[family][0]
     model = build(config, dtype="bfloat16", attention="sdpa")

@@ -59,7 +59,7 @@ IN_TURN = (["ssd", "all kept, in RAM, unclipped", "RAM"], ["RAM, unclipped", "al
 CASES = [(name, way, (n // 2 + w) % 2 == 0) for n, name in enumerate(SUBJECTS) for w, way in enumerate(IN_TURN[n % 2])]
 
 
-@pytest.mark.parametrize(("name", "way", "stays"), every(6, CASES))
+@pytest.mark.parametrize(("name", "way", "stays"), every(8, CASES))
 def test_late_and_early_copies_change_no_bit(
     name: str, way: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

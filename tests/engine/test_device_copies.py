@@ -6,13 +6,12 @@ import math
 import threading
 import time
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drawn import crossed, every
+from drawn import crossed
 
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.planner.bound import copied_bytes
@@ -83,7 +82,7 @@ def test_on_device_cpu_nothing_is_copied(subject: Subject, tmp_path: Path) -> No
 
 
 @crossed(
-    2,
+    4,
     way=[dict(), dict(home="cpu"), dict(home="cpu", kept="all"), dict(home="cpu", clip=None)],
     case=[
         (Shape(batch=5), False), (Shape(dtype="bfloat16", batch=6), True), (Shape(vocabulary=40), True),
@@ -221,14 +220,15 @@ def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
-@pytest.mark.parametrize(("family", "on_device"), every(2, product(["llama", "tied", "gpt2"], [True, False])))
-@pytest.mark.parametrize(
-    ("vocabulary", "dtype", "clip"), [(0, "float32", 0.5), (0, "bfloat16", None), (40, "float32", None), (40, "bfloat16", 0.5)]
-)
+@crossed(
+    4, family=["llama", "tied", "gpt2"], on_device=[True, False],
+    numerics=[(0, "float32", 0.5), (0, "bfloat16", None), (40, "float32", None), (40, "bfloat16", 0.5)],
+)  # fmt: skip
 def test_the_plan_charges_what_the_launching_thread_does(
-    family: str, vocabulary: int, dtype: Any, clip: float | None, on_device: bool, tmp_path: Path
+    family: str, numerics: tuple[int, Any, float | None], on_device: bool, tmp_path: Path
 ) -> None:
     """Compares visit by visit, byte by byte."""
+    vocabulary, dtype, clip = numerics
     config = gpt2() if family == "gpt2" else llama(tie_word_embeddings=family == "tied")
     subject = Subject(config, Shape(dtype=dtype, vocabulary=vocabulary))
     with Rig(subject, tmp_path, device="emulated", clip=clip, batch_on_device=on_device) as rig:

@@ -80,7 +80,7 @@ def by_way_of_host() -> Callable[[Dtype, bool], _ByWayOfHost]:
     return cache(_ByWayOfHost)
 
 
-@examples(12, share_fixtures=True)
+@examples(8, share_fixtures=True)
 @given(
     dtype=st.sampled_from(["float32", "bfloat16"]), tied=st.booleans(), clip=st.sampled_from([0.5, None]),
     there=st.sets(st.integers(0, 8)), home=st.sampled_from(["ssd", "cpu", None]), lookahead=st.integers(1, 3),

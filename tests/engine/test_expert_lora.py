@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import models_table
 
 pytest.importorskip("peft", reason="peft comes with the extra lora")
-STEPS = 12
+STEPS = 6
 RANK = 4
 TARGETS = {"deepseek_v3": ["q_a_proj", "q_b_proj", "o_proj"]}
 

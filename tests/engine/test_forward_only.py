@@ -103,7 +103,7 @@ def test_training_does_not_notice(options: dict[str, object], tmp_path: Path) ->
     assert seen[0] != seen[1] != seen[2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(3, FAMILIES))
 def test_next_tokens_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[family], Shape())
     with Rig(subject, tmp_path) as rig:

@@ -24,7 +24,7 @@ from .measuring import Seen
 from .plain_torch import assert_as_plain_torch
 from .rig import OPTIMIZER, Rig, Shape, Subject, outcome
 
-STEPS = 10
+STEPS = 5
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
     **GATED, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

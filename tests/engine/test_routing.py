@@ -69,14 +69,6 @@ def test_a_recompute_that_chooses_otherwise_ends_the_step(way: dict[str, Any], t
             assert rig.generations == {0}
 
 
-def test_the_same_choices_in_every_way(tmp_path: Path) -> None:
-    """No way of the engine makes a recompute choose otherwise, evaluation between steps and several sweeps among them."""
-    subject = Subject(FAMILIES[MIXED], Shape(batch=4, micro=1))
-    usual = outcome(subject, tmp_path / "usual", 3)
-    for number, way in enumerate((dict(sweeps=2), dict(sweeps=4, device="emulated"), dict(norm_first=True, kept="all"))):
-        assert_same(outcome(subject, tmp_path / str(number), 3, **way), usual)
-
-
 def test_kept_choices_are_planned(tmp_path: Path) -> None:
     """Two bytes for each choice of each token of a sweep, where they lie."""
     subject = Subject(FAMILIES[MIXED], Shape(batch=4, micro=2, tokens=16))
@@ -211,7 +203,7 @@ def test_the_same_bits_with_the_auxiliary_loss(dtype: Any, tmp_path: Path) -> No
     without = outcome(Subject(FAMILIES[MIXED], Shape(dtype=dtype)), tmp_path / "without", 2)
     assert usual[0][0] == without[0][0] and usual[0][1:] != without[0][1:]  # the loss is the cross entropy alone
     ways = [way for name, way in WAYS.items() if name != "two sweeps"]
-    for number, way in enumerate(ways[:: 2 if dtype == "bfloat16" else 1]):  # all of them in float32, which is slow
+    for number, way in enumerate(ways[:: 3 if dtype == "bfloat16" else 1]):  # all of them in float32, which is slow
         assert_same(outcome(subject, tmp_path / str(number), 2, **way), usual)
 
 
