@@ -171,7 +171,6 @@ class Project:
                 patched.setenv(name, value)
             patched.chdir(self.folder)
             patched.setattr(sys, "stdin", nothing)
-            patched.setattr(tokenised, "_serve", served.serve)  # tokenises itself, and starts no worker
             with pytest.raises(SystemExit) as end:
                 main([*map(str, arguments)])
         texts = [(stream.flush(), stream.buffer.getvalue().decode())[1] for stream in (out, err)]  # type: ignore[attr-defined]
@@ -338,6 +337,18 @@ class Command:
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Project], Command]:
     """Gives command(project), which runs `fuyou` in its folder."""
     return lambda project: Command(capsys, monkeypatch, project.folder)
+
+
+@pytest.fixture
+def worker() -> None:
+    """Has a test read and tokenise in a process of its own, as whoever runs a command does."""
+
+
+@pytest.fixture(autouse=True)
+def served_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads and tokenises in this process else, by the worker's own entries: a process takes a second to start."""
+    if "worker" not in request.fixturenames:
+        monkeypatch.setattr(tokenised, "_serve", served.serve)
 
 
 @pytest.fixture

@@ -109,14 +109,12 @@ def asked(new_project: NewProject, materials: Path, tmp_path: Path, monkeypatch:
     return new_project(changes=changes)
 
 
-@pytest.mark.usefixtures("served_here")
 def test_what_is_cut_and_left_out(asked: Project, printed: Printed) -> None:
     """Runs in a folder that is gone, from a folder without a model."""
     assert printed("data", asked.recipe, "-n", "1") == TRUNCATED
     assert not Path("rows").exists() and not asked.out.exists()
 
 
-@pytest.mark.usefixtures("served_here")
 def test_documents_that_share_a_row_in_ascii(asked: Project, printed: Printed) -> None:
     changes = ["dataset.packing=isolated", "dataset.max_seq_len=64", "dataset.overlong=drop"]
     text = printed("data", asked.recipe, *changes, "-n", "1", encoding="ascii")
@@ -124,7 +122,6 @@ def test_documents_that_share_a_row_in_ascii(asked: Project, printed: Printed) -
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.usefixtures("served_here")
 def test_which_files_were_read_and_how_masks_were_found(asked: Project, printed: Printed) -> None:
     """Beside the notes, which say of how many samples each is true."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
@@ -147,7 +144,6 @@ def test_which_files_were_read_and_how_masks_were_found(asked: Project, printed:
     assert found["noted"] == {"parts_joined": 2, "prefixes": 2}
 
 
-@pytest.mark.usefixtures("served_here")
 def test_where_texts_are_cut_and_that_sets_to_evaluate_are_not_packed(asked: Project, printed: Printed) -> None:
     """As the rows are: two paragraphs to train on, or one document; each to evaluate is a row of its own."""
     for name in ("book.txt", "kept.txt"):
@@ -166,7 +162,6 @@ def test_where_texts_are_cut_and_that_sets_to_evaluate_are_not_packed(asked: Pro
     assert "a sample to evaluate is a row of its own" in line and "A .txt file is cut at blank lines" in reference()
 
 
-@pytest.mark.usefixtures("served_here")
 def test_no_paragraph_that_is_held_back_is_trained_on(asked: Project, printed: Printed) -> None:
     """Not even where rows are cut from whole documents."""
     texts = [f"The harbour is {number} km away." for number in range(16)]
@@ -180,6 +175,7 @@ def test_no_paragraph_that_is_held_back_is_trained_on(asked: Project, printed: P
     assert found["notes"][-3:-1] == [f"{name}.txt is cut at blank lines: each paragraph is a sample" for name in ("one", "two")]
 
 
+@pytest.mark.usefixtures("worker")
 def test_the_rows_of_a_run(new_project: NewProject, printed: Printed) -> None:
     """Finds the rows where the run has put them, in its order, with its labels; also those it holds back."""
     changes = {"dataset.packing": "concat", "dataset.eval_fraction": 0.1, "train.batch_size": 3, "train.micro_batch_size": 1}

@@ -148,6 +148,7 @@ def model_on_drive(drive: FaultyDrive, llama: Path) -> Path:
     return Path(shutil.copytree(llama, drive.path / "model"))
 
 
+@pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize(
     ("fault", "told", "remedy"),
     [

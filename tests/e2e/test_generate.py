@@ -46,7 +46,6 @@ def in_memory(folder: Path, prompts: Sequence[str], new: int) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True) for row in found[:, given["input_ids"].shape[1] :]]
 
 
-@pytest.mark.usefixtures("served_here")
 def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, file = whole({"precision.compute": "float32"}), tmp_path / "prompts.jsonl"
     exported(run.store, tmp_path / "out" / "model")
@@ -95,7 +94,6 @@ def test_stop_strings(materials: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == in_memory(folder, [alone], 10)[0] + "\n"
 
 
-@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     "settings",
     every(3, [
@@ -117,7 +115,6 @@ def test_settings_that_transformers_refuses(
     assert next(iter(settings)) in said.err
 
 
-@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     ("settings", "named"),
     [({"exponential_decay_length_penalty": [3, "x"]}, "ExponentialDecay"), ({"token_healing": True, "bos_token_id": "x"}, "")],
@@ -132,7 +129,6 @@ def test_settings_that_fail_at_a_later_token_or_together(
     assert f"{folder / 'generation_config.json'}: {named}" in said and "internal" not in said
 
 
-@pytest.mark.usefixtures("served_here")
 def test_a_prompt_that_is_read_in_pieces(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Is read at once, which memory is planned for: the text is the same."""
     folder = with_settings(materials, tmp_path / "model", {"prefill_chunk_size": 2})
@@ -140,7 +136,6 @@ def test_a_prompt_that_is_read_in_pieces(materials: Path, tmp_path: Path, capsys
     assert capsys.readouterr().out == in_memory(materials / "model", PROMPTS[:1], 6)[0] + "\n"
 
 
-@pytest.mark.usefixtures("served_here")
 def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Some rows stay short, one becomes long on the way, and others are long at once. Expects what each forward over all of a
     row gives, by a model that has seen no other."""
@@ -153,7 +148,6 @@ def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsy
     assert [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()] == expected
 
 
-@pytest.mark.usefixtures("served_here")
 def test_positions_that_stretch_have_no_limit(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of rope type dynamic goes beyond the length that it was made for."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -184,7 +178,6 @@ def alone(folder: Path, prompts: Sequence[str], new: int) -> tuple[list[str], li
     return texts, lengths
 
 
-@pytest.mark.usefixtures("served_here")
 def test_a_conversation(
     materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +199,7 @@ def test_a_conversation(
 LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
+@pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize(
     "words", [("--prompt", "a"), pytest.param((), marks=pytest.mark.slow)], ids=["one prompt", "a conversation"]
 )
@@ -222,6 +216,7 @@ def test_a_template_that_never_ends(
     assert f"error: {told}\n" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("worker")
 def test_a_tokenizer_that_takes_all_memory(
     materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +232,6 @@ def test_a_tokenizer_that_takes_all_memory(
     assert f"error: tokenizer: loading {folder} takes more than 1.00 GiB of memory\n" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -261,7 +255,6 @@ def test_what_cannot_be_done_is_said(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("served_here")
 def test_tokens_without_an_embedding(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tokenizer is of a larger model. What only pads a row is no matter."""
     import transformers
@@ -283,7 +276,6 @@ def test_tokens_without_an_embedding(materials: Path, tmp_path: Path, capsys: py
         assert f"error: {place}: the tokenizer gives the token id" in said.err and said.out == ""
 
 
-@pytest.mark.usefixtures("served_here")
 def test_a_conversation_of_bytes_or_of_nothing(materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     shutil.copytree(materials / "model", folder)
@@ -305,6 +297,7 @@ def test_a_file_without_rows(materials: Path, tmp_path: Path, capsys: pytest.Cap
     assert "the file has no rows" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("worker")
 def test_a_row_of_parquet_keeps_its_date(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from datetime import date
 

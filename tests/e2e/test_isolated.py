@@ -14,8 +14,6 @@ from .conftest import NewProject, Project
 from .running import assert_same_exports, interrupt, planned, prepared_run, train
 from .test_evaluation import evaluated
 
-pytestmark = pytest.mark.usefixtures("served_here")
-
 
 def changes(llama: Path, packing: str | bool, *, batch: int, micro: int = 1, **more: Any) -> dict[str, Any]:
     """Takes a few documents; the batch is all there are, so that every step learns from the same ones."""

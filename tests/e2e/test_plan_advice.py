@@ -20,8 +20,6 @@ from .running import manifest_of
 from .test_plan_command import HERE, NewProject
 from .test_store_room import PLENTY, _planned
 
-pytestmark = pytest.mark.usefixtures("served_here")
-
 
 def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped.write_recipe({"train.max_steps": manifest_of(stopped).step + 100})

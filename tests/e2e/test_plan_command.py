@@ -16,8 +16,6 @@ from fuyou_cli.machine.profile import assumed_hardware, keep
 
 from .conftest import Command, NewProject, Project
 
-pytestmark = pytest.mark.usefixtures("served_here")
-
 MACHINE = "rtx4090,2xgen4,128GiB"
 HERE = {"offload.device": "auto", "offload.max_memory.cpu": "90%"}
 

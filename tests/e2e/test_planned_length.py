@@ -15,8 +15,6 @@ from .conftest import Command, Project
 from .running import STEPS, manifest_of, store_of
 from .test_plan_command import HERE, MACHINE, NewProject
 
-pytestmark = pytest.mark.usefixtures("served_here")
-
 
 def test_limits_of_a_recipe_end_a_planned_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     fuyou = command(new_project(changes=HERE))

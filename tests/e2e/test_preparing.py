@@ -20,8 +20,6 @@ from fuyou_cli.training.prepare import Planned, fetch
 from .conftest import NewProject, Project
 from .running import planned, prepared_run, silent
 
-pytestmark = pytest.mark.usefixtures("served_here")
-
 WEIGHTS = "model.safetensors"
 
 

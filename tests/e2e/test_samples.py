@@ -42,7 +42,7 @@ def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
         return run.losses, found
 
 
-@pytest.mark.usefixtures("untuned")
+@pytest.mark.usefixtures("untuned", "worker")
 def test_beside_training(new_project: NewProject, whole: Callable[..., Whole], command: Callable[[Project], Command]) -> None:
     """Writes at the start, between steps and at the end: in the log, on the terminal and in the report."""
     project = new_project(changes=SAMPLED)
@@ -62,7 +62,6 @@ def test_beside_training(new_project: NewProject, whole: Callable[..., Whole], c
     assert f"<h3>{PROMPTS[1]}</h3>" in (project.folder / "page.html").read_text()
 
 
-@pytest.mark.usefixtures("served_here")
 def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the head has room for the logits of fewer rows than a batch has, too: here no gradient of it takes room."""
     frozen = {"model.name_or_path": str(llama), "adapter": {"r": 4}, "train.head_chunk_tokens": 1}
@@ -83,7 +82,6 @@ def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path, mon
     assert cost is not None and 2 * 6 < passes <= 2 * cost.passes == 2 * 6 * len(PROMPTS)
 
 
-@pytest.mark.usefixtures("served_here")
 def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """Writes anew when a run is stopped while it writes; what it writes after may change, and its losses may not."""
     project, seen = new_project(changes=SAMPLED), list[int]()
@@ -102,7 +100,6 @@ def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Cal
     assert [(one.step, one.number, one.prompt) for one in found] == [(3, 1, "Another road"), (6, 1, "Another road")]
 
 
-@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -147,7 +144,6 @@ def test_prompts_that_cannot_be_continued(samples: dict[str, Any], says: str, ne
         inspect(resolve(load_recipe(project.recipe).recipe, say=silent), say=silent)
 
 
-@pytest.mark.usefixtures("served_here")
 def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     """Follows stop strings from the first sample on, and names the file of settings that transformers refuses."""
     begun = in_memory(materials / "model", PROMPTS[:1], 6)[0]
@@ -161,6 +157,7 @@ def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("worker")
 def test_a_template_that_never_ends(new_project: NewProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "SECONDS", 2.0)
     (template := tmp_path / "loops.jinja").write_text(LOOPS)

@@ -102,7 +102,6 @@ def beside(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if name.startswith(BESIDE)}
 
 
-@pytest.mark.usefixtures("served_here")
 def test_exports_have_the_tower_as_it_was(new_project: NewProject, whole_gemma: Path) -> None:
     asked = {"train.max_steps": 2, "export": {"at_end": False, "dtype": "bfloat16"}, "eval": {"keep_best": True}}
     changes = {"model.name_or_path": str(whole_gemma), "dataset.eval_fraction": 0.1, **asked}
