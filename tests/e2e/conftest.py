@@ -18,9 +18,6 @@ from typing import Any
 import pytest
 import yaml
 from hooks import doing
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof.nursery import Child, Nursery
 from proof.tiny_runs import with_keys
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import models_table
 import pytest
 import torch
 from drawn import every
@@ -22,10 +22,6 @@ from torch.nn.functional import cross_entropy
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.length import learning_rate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import models_table
 
 from .conftest import NewProject, Project
 from .test_evaluation import evaluated

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-
-from .test_changed_files import change_and_read, laid_out, seeds_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof.fuzz import corpus_of, outcome
 from proof.parsers import HEAVY, Parser
+
+from .test_changed_files import change_and_read, laid_out, seeds_of
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 

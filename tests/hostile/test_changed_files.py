@@ -4,7 +4,6 @@ written."""
 from __future__ import annotations
 
 import random
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,9 +11,6 @@ import pytest
 from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof.fuzz import mutated, outcome
 from proof.parsers import LIGHT, Parser
 

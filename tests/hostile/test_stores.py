@@ -7,16 +7,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof.parsers import manifest, with_digest
 
 from fuyou_cli.core import json_files

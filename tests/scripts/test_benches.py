@@ -9,15 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import bench_adamw
 import bench_host
 import bench_io
 import bench_search
 import count_calls
+import pytest
 from proof import verdicts
 from proof.verdicts import exit_code
 

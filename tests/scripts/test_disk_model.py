@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof.disk_model import Left, rebuild
 from proof.shim import Call, Trace, build, namings, preloaded
 

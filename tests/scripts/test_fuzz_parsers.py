@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import fuzz_parsers
+import pytest
 from proof import fuzz as fuzzing
 from proof.fuzz import LARGEST_KEPT, MOST_KEPT, Crashed, TooSlow, fuzz, mutated, outcome, shape
 from proof.parsers import HEAVY, LIGHT, Parser

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from gpu import card_stages, gaps, pack, profiled, runner
 from gpu.card_runs import Case, write_recipe
 from gpu.record import Record

@@ -4,17 +4,12 @@ prove_steady. In one file, as they share a process that runs are forked from."""
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import prove_steady
 import pytest
 from drawn import every
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import prove_steady
 from proof import crashes, faults, flips, power
 from proof.faults import FROM_THEN_ON, ONCE, Scenario
 from proof.setting import Lost

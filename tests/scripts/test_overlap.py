@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 import prove_overlap as proof
+import pytest
 
 
 def test_random_delays_change_no_bit() -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import prove_choice
+import pytest
 from planner.models import HARDWARE, SPEC, request
 from proof.alternatives import NamedPlan, near_the_bound, placed
 from proof.both_sides import Case

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof import both_sides
 from proof.both_sides import Case, fresh, profile, write_recipe
 from proof.setting import RunFailed, Setting

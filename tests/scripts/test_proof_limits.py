@@ -10,9 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof import control_groups, watch
 from proof.control_groups import DiskRates, LimitsUnavailable
 

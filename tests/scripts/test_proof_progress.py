@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from proof import verdicts
 
 CODE = ("fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/proof/shim_log.c", "scripts/prove_speed.py")

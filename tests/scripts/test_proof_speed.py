@@ -9,11 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import prove_speed
+import pytest
 from proof import both_sides
 from proof.setting import Setting
 from proof.verdicts import EXIT_CODES, Progress, exit_code

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import prove_green
+import pytest
 from proof import green, verdicts
 from proof.green import load
 from proof.verdicts import Progress
