@@ -1,4 +1,5 @@
-"""Tests a run whose blocks are compiled: traced and differentiated by the compiler, its operators run one by one here."""
+"""Tests a run whose blocks are compiled (traced and differentiated by the compiler, its operators run one by one here), and one
+that repeats itself on a GPU: what is asked of torch, on the emulated device, and what torch refuses."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.engine.compiled import CompiledBlocks
@@ -18,6 +20,7 @@ from fuyou_cli.spec.hardware import StageRate
 from fuyou_cli.training import run as runs
 from fuyou_cli.training.plan_step import settle
 from fuyou_cli.training.prepare import fetch, tokenise
+from fuyou_cli.training.run import Run
 
 from .conftest import NewProject, Whole
 from .running import STEPS, interrupt, planned, run_of, silent, train
@@ -39,15 +42,6 @@ def test_it_learns_alike_and_resumes_alike(new_project: NewProject, whole: Calla
     with pytest.raises(Interrupted):
         train(stopped, interrupt(3, "forward"))
     assert train(stopped)[0] == losses
-
-
-@pytest.mark.slow
-def test_a_saved_run_is_gone_on_with_alike(new_project: NewProject) -> None:
-    project = new_project(changes=COMPILED)
-    train(project)
-    project.write_recipe({**COMPILED, "train.compile": False})
-    with pytest.raises(UsageError, match=r"train\.compile changed since it was saved"):
-        train(project)
 
 
 @pytest.mark.parametrize("more", [{}, {"model.quantize": "nf4", "adapter": {"r": 4}}], ids=["full", "adapter on nf4"])
@@ -83,3 +77,40 @@ def test_graphs_that_are_larger_than_planned_are_told_of_once(new_project: NewPr
         run.train(lambda report: None)
     (note,) = (text for text in told if "graph" in text)
     assert note.startswith("note: ") and "fuyou bench RECIPE" in note and run.step == 2
+
+
+# ---- compute that repeats itself -----------------------------------------------------------------------------------------
+
+
+EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
+REPEATED = {**EMULATED, "train.deterministic": True}
+
+
+def _asked() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), bool(torch.utils.deterministic.fill_uninitialized_memory)
+
+
+def test_torch_is_asked_while_the_run_lasts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    """Checks that memory is not filled for it; the CPU's bits are those without it."""
+    before, seen = _asked(), set[tuple[bool, bool]]()
+    losses = train(new_project(changes=REPEATED), lambda run: seen.add(_asked()))[0]
+    assert seen == {(True, False)}
+    assert _asked() == before
+    assert losses == whole(EMULATED).losses
+
+
+def test_an_operator_without_such_a_kernel_is_named(new_project: NewProject) -> None:
+    def scatter(run: Run) -> None:
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
+
+    with pytest.raises(UsageError, match=r"^train\.deterministic: put_ has no deterministic kernel here$"):
+        train(new_project(changes=REPEATED), scatter)
+
+
+@pytest.mark.parametrize("key", [pytest.param("compile", marks=pytest.mark.slow), "deterministic"])
+def test_a_saved_run_is_gone_on_with_alike(key: str, new_project: NewProject) -> None:
+    project = new_project(changes={**EMULATED, f"train.{key}": True})
+    train(project)
+    project.write_recipe(EMULATED)
+    with pytest.raises(UsageError, match=rf"train\.{key}.* changed since it was saved"):
+        train(project)

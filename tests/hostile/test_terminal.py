@@ -19,8 +19,10 @@ from rich.text import Text
 
 from fuyou_cli.cli import console as consoles
 from fuyou_cli.cli.app import main
+from fuyou_cli.cli.error_screen import report
 from fuyou_cli.cli.render.progress import TransferDisplay
 from fuyou_cli.cli.render.theme import SafeConsole, column, pairs, ruled, safe, say, show, symbols
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import one_line, printable
 
 from .conftest import Run
@@ -172,3 +174,11 @@ def test_unknown_commands_and_options(run: Run) -> None:
     for arguments in ((f"do{RETITLED}",), ("plan", f"--{RETITLED}"), ("validate", f"absent{HOSTILE}.yaml")):
         code, out, err = run(*arguments)
         assert code == 2 and drives_nothing(out) and drives_nothing(err)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_quoted_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(UsageError("a\x1b[2J\x07\r\udc80é\nb\tc", hint="d\x9b")) == 2
+    assert capsys.readouterr().err == "error: a\\x1b[2J\\x07\\r\\udc80é\n  b\\tc\n  help: d\\x9b\n"
