@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,15 +51,13 @@ def _text(path: Path) -> str:
 
 def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     unread = new_project("unread")
-    with subprocess.Popen(
-        unread.command("finetune", unread.recipe), cwd=unread.folder, env=unread.environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("step 2/"):
-            assert process.poll() is None
-        process.stdout.close()
-        assert process.wait() == 0
+    os.mkfifo(pipe := unread.folder / "pipe")
+    into_it = f"import os\npipe = os.open({str(pipe)!r}, os.O_WRONLY)\nos.dup2(pipe, 1), os.dup2(pipe, 2), os.close(pipe)\n"
+    child = unread.begin("finetune", unread.recipe, first=into_it)
+    with pipe.open() as read:
+        while not read.readline().startswith("step 2/"):
+            assert not child.is_over()
+    assert ended(child).returncode == 0
     assert sorted(unread.losses()) == list(range(1, STEPS + 1))
     assert (unread.out / "timeline.svg").exists()
     ours, theirs = unread.exported(), exported(whole().store, unread.folder / "export")
