@@ -29,7 +29,7 @@ from .test_inference import losses_of, streamed
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture

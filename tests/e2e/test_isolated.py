@@ -58,16 +58,6 @@ def test_stopped_and_resumed_is_the_same_run(new_project: NewProject, llama: Pat
     assert_same_exports(resumed, store, tmp_path)
 
 
-@pytest.mark.slow
-def test_another_packing_is_other_data(new_project: NewProject, llama: Path) -> None:
-    project = new_project(changes=changes(llama, "isolated", batch=2))
-    with pytest.raises(Interrupted):
-        train(project, interrupt(2, "backward"))
-    project.write_recipe(changes(llama, "concat", batch=2))
-    with pytest.raises(UsageError, match="data"):
-        train(project)
-
-
 def test_a_model_that_would_mix_documents_is_refused_by_name(new_project: NewProject) -> None:
     """Makes a plan all the same: it shows why the model cannot be trained so."""
     project = new_project(changes={"dataset.packing": "isolated"})

@@ -106,22 +106,14 @@ def test_trains_stops_and_exports(family: str, projects: Any, tmp_path: Path) ->
     assert [digest for *_, digest in sums(same)] == [digest for *_, digest in sums(store)]
 
 
-def test_adapters_on_experts_in_place(projects: Any) -> None:
-    """Frozen experts are read from the model's own files, range by range."""
-    cut = prepared_run(projects("lora", LORA))
-    assert _is_cut(cut) and not cut.planned.model.imported_because
+@pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_adapters_on_experts_in_place(quantize: str, projects: Any) -> None:
+    """Frozen experts are read from the model's own files, range by range, or quantised."""
+    keys = LORA | {"model.quantize": quantize}
+    cut = prepared_run(projects("lora", keys))
+    assert _is_cut(cut) and (quantize != "none" or not cut.planned.model.imported_because)
     losses, _ = train(cut)
-    wanted, _ = train(prepared_run(projects("lora-whole", LORA, fits=True)))
-    assert losses == pytest.approx(wanted, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_quantised_experts(projects: Any) -> None:
-    keys = LORA | {"model.quantize": "nf4"}
-    cut = prepared_run(projects("nf4", keys))
-    assert _is_cut(cut)
-    losses, _ = train(cut)
-    wanted, _ = train(prepared_run(projects("nf4-whole", keys, fits=True)))
+    wanted, _ = train(prepared_run(projects("lora-whole", keys, fits=True)))
     assert losses == pytest.approx(wanted, rel=1e-6)
 
 

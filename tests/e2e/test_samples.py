@@ -16,7 +16,6 @@ import torch
 from fuyou_cli.advice.facts import facts_of, with_evaluation
 from fuyou_cli.advice.room import room_of
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.data import sandbox
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.prepare import inspect, resolve
@@ -27,7 +26,7 @@ from fuyou_cli.training.state.kept_companions import keep_companions
 
 from .conftest import Command, NewProject, Project, Whole
 from .running import STEPS, exported, prepared_run, run_of, silent, train
-from .test_generate import LOOPS, in_memory, with_settings
+from .test_generate import in_memory, with_settings
 
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
@@ -154,18 +153,6 @@ def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_pat
     (folder / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[-1]]}))
     with pytest.raises(UsageError, match=r"generation_config\.json: bad_words_ids cannot be used: "):
         inspect(resolve(load_recipe(new_project("other", asked).recipe).recipe, say=silent), say=silent)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("worker")
-def test_a_template_that_never_ends(new_project: NewProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "SECONDS", 2.0)
-    (template := tmp_path / "loops.jinja").write_text(LOOPS)
-    asked = {"prompts": ["The road"], "max_new_tokens": 6, "chat": True}
-    changes = {**EXACT, "eval": {"samples": asked}, "tokenizer": {"chat_template": str(template)}}
-    told = "^eval.samples.prompts: prompt 1: the chat template of tokenizer.chat_template takes more than 2 s of the processor$"
-    with pytest.raises(UsageError, match=told):
-        inspect(resolve(load_recipe(new_project(changes=changes).recipe).recipe, say=silent), say=silent)
 
 
 def test_a_plan_says_that_a_run_would_refuse_its_prompts(

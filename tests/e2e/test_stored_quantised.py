@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.manifest import Manifest
@@ -24,7 +24,7 @@ from tests.quantised_checkpoint import write_quantised
 
 from . import test_adapter_runs as adapter_runs
 from .conftest import NewProject, Project, write_llama
-from .running import interrupt, planned, prepared_run, store_of, train
+from .running import planned, prepared_run, store_of, train
 from .test_inference import losses_of, streamed
 from .test_quantised_runs import with_decoded
 
@@ -80,25 +80,6 @@ def test_losses_and_bytes_are_those_of_a_run_that_quantises(
     ours, theirs = _saved(store), _saved(own)
     assert ours.quantisation == theirs.quantisation == kind
     assert [list(stage.extents()) for stage in ours.stages] == [list(stage.extents()) for stage in theirs.stages]
-
-
-@pytest.mark.slow
-def test_a_stopped_run_continues_unless_a_scale_of_its_files_changed(
-    plain: Path, project_of: NewProject, tmp_path: Path
-) -> None:
-    model = write_quantised(plain, tmp_path / "stored", "int8")
-    wanted, _ = train(project_of(model, "whole"))
-    stopped = project_of(model, "stopped")
-    with pytest.raises(Interrupted):
-        train(stopped, interrupt(3, "backward"))
-    whole = (model / "model.safetensors").read_bytes()
-    tensors = load_file(model / "model.safetensors")
-    tensors[f"{_Q}.SCB"][0] *= 2
-    save_file(tensors, model / "model.safetensors")
-    with pytest.raises(UsageError, match="weights"):
-        prepared_run(stopped)
-    (model / "model.safetensors").write_bytes(whole)
-    assert train(stopped)[0] == wanted
 
 
 def test_a_recipe_and_its_checkpoint_agree(plain: Path, project_of: NewProject, tmp_path: Path) -> None:

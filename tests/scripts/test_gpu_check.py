@@ -52,17 +52,6 @@ def test_stages_end_to_end_on_the_emulated_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_toy_of_compiled_blocks_is_not_measured_first(tmp_path: Path) -> None:
-    """Measuring takes longer than most stages together, and all are to end in four minutes."""
-    code, found, text = _check(tmp_path, "--only", "compiled")
-    assert code == HELD, text
-    rows = [row["what"] for row in found["stages"][0]["rows"]]
-    assert rows == [
-        f"a toy, 256 tokens a step, max_memory.gpu 1GB, compiled: step, {what}" for what in ("s", "measured / predicted")
-    ]
-
-
-@pytest.mark.slow
 def test_the_gaps_of_a_run_are_told_with_who_submits_next(tmp_path: Path) -> None:
     code, found, text = _check(tmp_path, "--only", "profile")
     assert code == HELD, text
