@@ -11,10 +11,8 @@ import pytest
 from drawn import load_profile
 
 from fuyou_cli.core.paths import kept_folder
-from tests import emulated
 
 load_profile()
-emulated.register()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: products give the same bits every time
 
 # A shell's background job ignores Ctrl-C, and one under nohup a closed terminal: so would every command that the tests start.
@@ -23,6 +21,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 DEAR = ("e2e", "scripts", "quickstart", "engine", "cli", "hostile", "bench", "swap", "data")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the emulated device known, but where others run the tests: their start waits for this process to load torch."""
+    if config.getoption("dist", "no") == "no":
+        from tests import emulated
+
+        emulated.register()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
