@@ -53,10 +53,11 @@ def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, who
     unread = new_project("unread")
     os.mkfifo(pipe := unread.folder / "pipe")
     into_it = f"import os\npipe = os.open({str(pipe)!r}, os.O_WRONLY)\nos.dup2(pipe, 1), os.dup2(pipe, 2), os.close(pipe)\n"
-    child = unread.begin("finetune", unread.recipe, first=into_it)
+    alone = "import select; reader = select.poll(); reader.register(1, 0); reader.poll()"  # until it is gone
+    child = unread.begin("finetune", unread.recipe, first=into_it + doing(alone, 3))
     with pipe.open() as read:
-        while not read.readline().startswith("step 2/"):
-            assert not child.is_over()
+        while not (line := read.readline()).startswith("step 2/"):
+            assert line
     assert ended(child).returncode == 0
     assert sorted(unread.losses()) == list(range(1, STEPS + 1))
     assert (unread.out / "timeline.svg").exists()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ from fuyou_cli.training.state.at_rest import at_rest, saved_store, to_check, ver
 from fuyou_cli.training.state.manifest import Manifest
 from tests.damage import flip
 
-from .conftest import NewProject, Project
+from .conftest import NewProject, Project, Whole
 from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
 
 STEPS = 3
@@ -110,9 +111,10 @@ def test_a_file_that_changes_between_runs_is_named(how: str, frozen: NewProject,
 
 
 @pytest.mark.parametrize("content", ["the same", "another"])
-def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: NewProject, model: Path) -> None:
+def test_a_copy_of_a_file_is_compared_with_what_was_read(
+    content: str, frozen: NewProject, model: Path, whole: Callable[..., Whole]
+) -> None:
     """It has another time of change."""
-    wanted, store = train(frozen("whole")) if content == "the same" else ([], model)
     project, file = frozen("changed"), weights_of(model)
     with pytest.raises(Interrupted):
         train(project, interrupt(2, "forward"))
@@ -126,7 +128,7 @@ def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: N
         assert manifest_of(project).step == 1
     else:
         losses, again = train(project, say=said.append)
-        assert (losses, trained_sums(again)) == (wanted, trained_sums(store))
+        assert (losses, trained_sums(again)) == (whole(FROZEN).losses, trained_sums(whole(FROZEN).store))
         assert manifest_of(project).sources[0].changed == 7
     assert any(f"{file} has another time of change: comparing" in text for text in said)
 
@@ -152,9 +154,11 @@ def test_a_run_that_does_not_start_leaves_no_store(frozen: NewProject, model: Pa
 
 
 @pytest.mark.parametrize("how", ["touched", "cut", "gone"])
-def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: NewProject, model: Path) -> None:
+def test_nothing_is_kept_of_a_file_that_changes_during_a_run(
+    how: str, frozen: NewProject, model: Path, whole: Callable[..., Whole]
+) -> None:
     """Goes on from what was committed before with the same bits once the file is as it was."""
-    wanted, store = train(frozen("whole"))
+    expected = whole(FROZEN)
     project, file = frozen("changed"), weights_of(model)
     status, content = file.stat(), file.read_bytes()
 
@@ -178,8 +182,8 @@ def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: N
     file.write_bytes(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     losses, again = train(project)
-    assert losses == wanted
-    assert trained_sums(again) == trained_sums(store)
+    assert losses == expected.losses
+    assert trained_sums(again) == trained_sums(expected.store)
 
 
 def test_other_bytes_under_the_same_time_are_found(frozen: NewProject, model: Path) -> None:

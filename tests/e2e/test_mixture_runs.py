@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import Spread
 from fuyou_cli.training.state.at_rest import saved_store
 
-from .conftest import NewProject, Project
+from .conftest import NewProject, Project, Whole
 from .running import interrupt, prepared_run, store_of, sums, train
 from .test_inference import in_memory, streamed
 from .test_quantised_runs import decoded
@@ -73,16 +74,19 @@ def finetuned(project: Project) -> Path:
     return store_of(project)
 
 
+def usual(materials: Path, family: str = "qwen3_moe") -> dict[str, Any]:
+    return {
+        "model.name_or_path": str(write(materials, family)), "precision": {"compute": "float32"}, "train.max_steps": STEPS,
+        "export.at_end": False,
+    }  # fmt: skip
+
+
 @pytest.fixture
 def mixture(new_project: NewProject, materials: Path) -> NewProject:
     """Gives mixture(name, keys), a project of the family that `name` begins with, in float32."""
 
     def make(name: str = "qwen3_moe", changes: dict[str, Any] | None = None) -> Project:
-        usual = {
-            "model.name_or_path": str(write(materials, name.partition("-")[0])), "precision": {"compute": "float32"},
-            "train.max_steps": STEPS, "export.at_end": False,
-        }  # fmt: skip
-        return new_project(name, usual | (changes or {}))
+        return new_project(name, usual(materials, name.partition("-")[0]) | (changes or {}))
 
     return make
 
@@ -113,27 +117,26 @@ def test_layers_that_predict_further_tokens_are_carried(mixture: NewProject, tmp
     assert torch.equal(found["model.layers.61.eh_proj.weight"], layer)
 
 
-def test_transformers_misses_no_key_of_an_export(mixture: NewProject, tmp_path: Path) -> None:
-    project = mixture()
-    losses, store = train(project)
-    assert losses[-1] < losses[0]
-    run_export(store, tmp_path / "out", [], dtype="float32")
+def test_transformers_misses_no_key_of_an_export(whole: Callable[..., Whole], materials: Path, tmp_path: Path) -> None:
+    run = whole(usual(materials))
+    assert run.losses[-1] < run.losses[0]
+    run_export(run.store, tmp_path / "out", [], dtype="float32")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    before = transformers.AutoModelForCausalLM.from_pretrained(write(project.materials, "qwen3_moe"))
+    before = transformers.AutoModelForCausalLM.from_pretrained(write(materials, "qwen3_moe"))
     moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)]
     assert all(moved)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_the_same_bits_after_a_stop(phase: str, mixture: NewProject) -> None:
-    wanted, undisturbed = train(mixture())
+def test_the_same_bits_after_a_stop(phase: str, mixture: NewProject, whole: Callable[..., Whole], materials: Path) -> None:
+    undisturbed = whole(usual(materials))
     project = mixture("qwen3_moe-again", {"checkpoint.commit_every_steps": 1})
     with pytest.raises(Interrupted):
         train(project, interrupt(3, phase))
     losses, store = train(project)
-    assert losses == wanted[-len(losses) :]
-    assert [digest for *_, digest in sums(store)] == [digest for *_, digest in sums(undisturbed)]
+    assert losses == undisturbed.losses[-len(losses) :]
+    assert [digest for *_, digest in sums(store)] == [digest for *_, digest in sums(undisturbed.store)]
 
 
 FROZEN = {"freeze": ["model.layers.*.mlp.experts", "model.embed_tokens"]}
