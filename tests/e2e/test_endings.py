@@ -52,7 +52,10 @@ def _text(path: Path) -> str:
 def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     unread = new_project("unread")
     os.mkfifo(pipe := unread.folder / "pipe")
-    into_it = f"import os\npipe = os.open({str(pipe)!r}, os.O_WRONLY)\nos.dup2(pipe, 1), os.dup2(pipe, 2), os.close(pipe)\n"
+    into_it = (
+        f"import os, sys\npipe = os.open({str(pipe)!r}, os.O_WRONLY)\nos.dup2(pipe, 1), os.dup2(pipe, 2), os.close(pipe)\n"
+        "sys.stdout, sys.stderr = (open(number, 'w', buffering=1, closefd=False) for number in (1, 2))\n"
+    )
     alone = "import select; reader = select.poll(); reader.register(1, 0); reader.poll()"  # until it is gone
     child = unread.begin("finetune", unread.recipe, first=into_it + doing(alone, 3))
     with pipe.open() as read:

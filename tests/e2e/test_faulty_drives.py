@@ -19,6 +19,7 @@ import pytest
 from damage import flip
 from drawn import quick_and_slow
 from faulty_drive import WITHOUT, FaultyDrive, faulty_drive
+from proof.nursery import Nursery
 
 from fuyou_cli.checkpoint.files import open_checkpoint
 from fuyou_cli.checkpoint.reader import weights_mark
@@ -42,19 +43,39 @@ from .running import STEPS, interrupt, run_of, train
 COMMITS = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": 1, "export.at_end": False}
 
 
-@pytest.fixture
-def drive(tmp_path: Path) -> Iterator[FaultyDrive]:
-    with faulty_drive(tmp_path / "mounted", *WITHOUT) as made:
+@pytest.fixture(scope="module")
+def mounted_drive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyDrive]:
+    with faulty_drive(tmp_path_factory.mktemp("drives") / "mounted", *WITHOUT) as made:
         yield made
 
 
 @pytest.fixture
-def on_drive(drive: FaultyDrive, new_project: NewProject) -> Project:
-    """Gives a project whose store is on the drive, stopped in step 3."""
-    project = new_project("project", {**COMMITS, "offload.dir": str(drive.path / "store")})
+def drive(mounted_drive: FaultyDrive) -> Iterator[FaultyDrive]:
+    """Gives an empty one."""
+    yield mounted_drive
+    mounted_drive.fault(*WITHOUT)
+    for path in mounted_drive.path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def stopped_on(drive: FaultyDrive, project: Project) -> None:
+    """Has a run stopped in step 3 whose store is on the drive."""
+    project.write_recipe({**COMMITS, "offload.dir": str(drive.path / "store")})
     with pytest.raises(Interrupted):
         train(project, interrupt(3, "forward"))
-    return project
+
+
+@pytest.fixture
+def on_drive(drive: FaultyDrive, made_once: Callable[..., Path], materials: Path, nursery: Callable[[], Nursery]) -> Project:
+    """Gives a project whose run was stopped in step 3, its store on the drive: made once, put back for every test."""
+
+    def make(project: Project) -> None:
+        stopped_on(drive, project)
+        shutil.move(drive.path / "store", project.folder / "aside")
+
+    folder = made_once("on-drive", make)
+    shutil.copytree(folder / "aside", drive.path / "store")
+    return Project(folder=folder, materials=materials, nursery=nursery)
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -108,28 +129,21 @@ def test_what_a_drive_does_to_a_saved_run(
     faults: tuple[str, ...], files: tuple[str, ...], change: Callable[[Path], object] | None, code: int, told: tuple[str, ...],
     on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command], whole: Callable[..., Whole],
 ) -> None:  # fmt: skip
-    """Goes over manifest, parts, store and lock: unreadable, forbidden, missing or damaged."""
+    """Goes over manifest, parts, store and lock: unreadable, forbidden, missing or damaged. What is refused changes no byte."""
     (store,) = (drive.behind / "store").iterdir()
-    kept = drive.behind.with_name("kept")
-    shutil.copytree(store, kept)
     for name in files:
         if change is not None:
             change(store / name)
     before = content(drive.behind)
     drive.fault(*WITHOUT, *faults)
-    run = command(on_drive)
-    for words in (("finetune", "recipe.yaml"), ("finetune", "recipe.yaml")) if code else ():
-        found, _, err = run(*words)
-        said = " ".join(err.split())
-        assert found == code and all(part in said for part in told), err
-        assert content(drive.behind) == before
-        assert code == LOST or ("never" not in said and "start over" not in said and "the same command" in said)
-    drive.fault(*WITHOUT)
-    for file in kept.iterdir():
-        if file.is_file():
-            shutil.copyfile(file, store / file.name)
-    losses, _ = train(on_drive)
-    assert losses == whole().losses
+    found, _, err = command(on_drive)("finetune", "recipe.yaml")
+    said = " ".join(err.split())
+    assert found == code and all(part in said for part in told), err
+    if not code:
+        assert list(on_drive.losses().values()) == whole().losses[2:]
+        return
+    assert content(drive.behind) == before
+    assert code == LOST or ("never" not in said and "start over" not in said and "the same command" in said)
 
 
 @pytest.mark.parametrize(("number", "remedy"), [("EIO", "dmesg"), ("EACCES", "permissions"), ("ESTALE", "mounted anew")])
@@ -369,18 +383,21 @@ def test_what_is_hidden_while_it_is_open_is_waited_for(
 
 
 def test_a_drive_without_its_server_and_one_over_quota_say_what_to_do(
-    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+    tmp_path: Path, new_project: NewProject, command: Callable[[Project], Command]
 ) -> None:
-    run = command(on_drive)
-    drive.fault(*WITHOUT, "WRITE .manifest.new EDQUOT", "CREATE .manifest.new EDQUOT")
-    code, _, err = run("finetune", "recipe.yaml")
-    assert code == 4 and "quota" in err and "the same command" in " ".join(err.split()), err
-    drive.lose()
-    for words in (("finetune", "recipe.yaml"), ("verify", str(drive.path / "store")), ("clean", str(drive.path / "store"))):
-        code, out, err = run(*words)
-        said = " ".join(err.split())
-        assert code == 1 and "Transport endpoint is not connected" in said and "mount it again" in said, (words, out, err)
-        assert "never" not in said and "is missing" not in said
+    with faulty_drive(tmp_path / "mounted", *WITHOUT) as drive:
+        stopped_on(drive, project := new_project("project"))
+        run = command(project)
+        drive.fault(*WITHOUT, "WRITE .manifest.new EDQUOT", "CREATE .manifest.new EDQUOT")
+        code, _, err = run("finetune", "recipe.yaml")
+        assert code == 4 and "quota" in err and "the same command" in " ".join(err.split()), err
+        drive.lose()
+        store = str(drive.path / "store")
+        for words in (("finetune", "recipe.yaml"), ("verify", store), ("clean", store)):
+            code, out, err = run(*words)
+            said = " ".join(err.split())
+            assert code == 1 and "Transport endpoint is not connected" in said and "mount it again" in said, (words, out, err)
+            assert "never" not in said and "is missing" not in said
 
 
 def test_a_bad_first_block_does_not_end_a_run_that_does_not_need_it(
