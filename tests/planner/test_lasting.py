@@ -46,21 +46,6 @@ def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
         assert found is None or found.plan.predicted.written_per_step >= least
 
 
-@pytest.mark.slow
-def test_the_region_decides() -> None:
-    """The same machine and model: runs that are known to be short keep the plan of the first rates, all others get that of the
-    later ones."""
-    first, later = fastest(SPEC, SLOWING, WISHES), fastest(SPEC, SLOWING, replace(WISHES, sustained=True))
-    steps = SLOWING.burst_bytes // first.predicted.written_per_step  # that just fit
-    assert steps >= 2 and not first.sustained and later.sustained
-    for few in (1, steps):
-        assert RunPlanner(SLOWING).plan(SPEC, WISHES, steps=few).plan == first
-    for many in (0, steps + 1, 100 * steps):  # 0: nobody knows yet
-        assert RunPlanner(SLOWING).plan(SPEC, WISHES, steps=many).plan == later
-    assert later.predicted.step_seconds > 2 * first.predicted.step_seconds
-    assert later.predicted.seconds["ssd write"] > 2 * first.predicted.seconds["ssd write"]
-
-
 def test_a_plan_for_later_rates_is_the_plan_of_a_machine_that_has_no_others() -> None:
     always = replace(
         SLOWING, store_write=SLOWING.sustained_write, store_read_mixed=SLOWING.sustained_read_mixed,

@@ -210,61 +210,6 @@ def test_measuring_first_takes_a_larger_pipeline_where_that_is_faster() -> None:
     assert found.seconds < _step(hardware, request, same) * (1 - GAIN)
 
 
-def test_measuring_first_has_two_slots_for_gradients() -> None:
-    """With one slot, which is best for a norm that is not measured first, it would not help: no update runs beside compute."""
-    spec = model(8 * UNIT, *[11 * UNIT] * 3, UNIT, 6 * UNIT, hidden=64)
-    rates = dict(store_read=8e8, store_write=2e8, store_read_mixed=6e8, store_write_mixed=1.5e8)
-    hardware = replace(HARDWARE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5, **rates)
-    numerics = replace(NUMERICS, accumulate_dtype="bfloat16", batch_size=3, micro_batch_size=1)
-    asked = PlanRequest(
-        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=934539264, scratch_size=MiB,
-        chunk_params=1 << 19, wear="ignore",
-    )  # fmt: skip
-    one = replace(family(spec, asked), pipelines=((1, 1), (1, 2)), states=(0.0,), activations=(-1.0,), swap=(0.0,))
-    waits = search(spec, hardware, replace(asked, norm_first=False), candidates=one).best
-    found = search(spec, hardware, asked, candidates=one).best
-    assert (found.candidate.norm_first, found.candidate.gradient_slots) == (True, 2)
-    assert found.seconds < 0.8 * waits.seconds
-
-
-def test_measuring_first_in_a_small_model_tries_all_orders_with_all_pipelines() -> None:
-    """The best order with two slots for gradients is the worst with one, which is faster in the other orders. With 12 MiB less
-    RAM all orders are alike."""
-    spec = model(*[UNIT * size for size in (3, 13, 3, 13, 1, 13)], dtype="float32", hidden=64)
-    numerics = replace(NUMERICS, compute_dtype="float32", accumulate_dtype="float32", batch_size=1, micro_batch_size=1)
-    request = PlanRequest(
-        numerics=replace(numerics, max_seq_len=64), model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=951562240,
-        scratch_size=MiB,
-    )  # fmt: skip
-    every = family(spec, request)
-    one = replace(every, pipelines=((1, 1), (1, 2)), states=(0.0,), activations=(-1.0,), swap=(0.0,))
-    less, more = (
-        search(spec, HARDWARE, replace(request, cpu_budget=request.cpu_budget + spare * MiB), candidates=one)
-        for spare in (0, 12)
-    )
-    assert less.best.candidate.norm_first and more.best.candidate.norm_first
-    assert more.best.seconds <= less.best.seconds
-
-
-def test_in_a_small_model_one_order_far_off_does_not_rule_out_the_others() -> None:
-    """With 18 MiB more RAM the best plan whose updates wait has another order. With the norm first that order writes more."""
-    spec = model(*[UNIT * size for size in (11, 9, 9, 3, 2)])
-    request = PlanRequest(
-        numerics=replace(NUMERICS, accumulate_dtype="bfloat16", micro_batch_size=1, max_seq_len=512), model_name="test",
-        device="cpu", clip_grad_norm=1.0, cpu_budget=699731968, scratch_size=MiB, wear="ignore",
-    )  # fmt: skip
-    rates = dict(store_read=2e8, store_write=2e8, store_read_mixed=1.5e8, store_write_mixed=1.5e8)
-    every = family(spec, request)
-    one = replace(every, pipelines=((1, 1),), activations=(-1.0,), swap=(0.0,))
-    hardware = replace(HARDWARE, **rates)
-    less, more = (
-        search(spec, hardware, replace(request, cpu_budget=request.cpu_budget + spare * MiB), candidates=one)
-        for spare in (0, 18)
-    )
-    assert less.best.candidate.norm_first and more.best.candidate.norm_first
-    assert more.best.seconds < less.best.seconds
-
-
 def _step(hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> float:
     plan = made_of(SPEC, hardware, request, candidate)
     assert plan is not None

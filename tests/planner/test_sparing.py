@@ -56,21 +56,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, HardwareP
     return planned.model, planned.hardware, planned.request
 
 
-@pytest.mark.slow
-def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
-    """262 GB of outputs a step for a region that lasts 1.3 steps, and 164 s a step after that."""
-    model, hardware, request = seen
-    assert request.wear == "spare" and request.sustained, "by default, and as a long run"
-    spared = search(model, hardware, request)
-    assert swapped(model, spared.best.plan) == 0
-    assert spared.best.plan.predicted.written_by["boundaries"] == 0
-    assert spared.best.plan.predicted.written_per_step < 97 * 10**9
-    assert spared.best.seconds < 110, "at the rates that last, 9 s of it for gradients that 64 micro-batches add on the GPU"
-    assert spared.best.seconds <= spared.fastest.seconds * (1 + TWENTIETH)
-    at_first = search(model, hardware, replace(request, wear="ignore", sustained=False)).best
-    assert at_first.seconds < 105
-
-
 def swapped(model: ModelSpec, plan: Plan) -> int:
     """Bytes of outputs of operators that go to the ssd in a step."""
     micro_batches = plan.numerics.batch_size // plan.numerics.micro_batch_size
