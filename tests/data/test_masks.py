@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import crossed
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.formats import Chat
@@ -188,14 +189,15 @@ def _compare(rows: Rows, expected: list[tuple[list[int], list[int]]]) -> None:
         assert sum(mask) > 1
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize(("template", "trims"), [(OWN, True), (OWN_UNMARKED, True), (OWN, False), (OWN_UNMARKED, False)])
-@pytest.mark.parametrize("spelt", [_as_messages, _as_sharegpt, _as_completion])
+@crossed(
+    4, spelt=[_as_messages, _as_sharegpt, _as_completion],
+    taken=[(OWN, True), (OWN_UNMARKED, True), (OWN, False), (OWN_UNMARKED, False)], kind=["jsonl", "parquet"],
+)  # fmt: skip
 def test_sixty_conversations(
-    spelt: Callable[[Raw], Raw], template: str, trims: bool, kind: str,
+    spelt: Callable[[Raw], Raw], taken: tuple[str, bool], kind: str,
     tmp_path: Path, tokenise: Tokenise, tokenizer: Any, tokenizer_dir: Path, trimming_dir: Path,
 ) -> None:  # fmt: skip
-    talks = _talks()
+    (template, trims), talks = taken, _talks()
     told = [_with_nulls(talk) if number % 2 else talk for number, talk in enumerate(talks[:40])]
     told += [_in_other_words(talk, number) for number, talk in enumerate(talks[40:])]
     files = _files(tmp_path, kind, list(map(spelt, told)))
