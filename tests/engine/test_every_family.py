@@ -80,7 +80,7 @@ def test_as_the_table_says(name: str) -> None:
     assert models_table.tried(name).row == LINES[name]
 
 
-@pytest.mark.parametrize("name", every(40, TRAINED))
+@pytest.mark.parametrize("name", every(60, TRAINED))
 def test_two_steps_as_plain_pytorch(name: str, tmp_path: Path) -> None:
     if name not in models_table.names():
         pytest.skip("this transformers does not have it")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from drawn import every
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fuyou_cli.engine.activations import sparing, without_saving
@@ -65,10 +65,13 @@ def test_dropout_after_the_product_needs_no_value(tmp_path: Path) -> None:
     assert_same(ours, _outcome(subject, tmp_path / "everything"))
 
 
-@pytest.mark.parametrize("subject", [Subject(gpt2(dropout=0.1), Shape(**UNEVEN)), Subject(llama(), Shape(dtype="bfloat16"))])
-def test_forward_as_backward_is_the_same(subject: Subject, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "shape"), [(gpt2(dropout=0.1), Shape(**UNEVEN)), (llama(), Shape(dtype="bfloat16"))], ids=["gpt2", "llama"]
+)
+def test_forward_as_backward_is_the_same(config: PreTrainedConfig, shape: Shape, tmp_path: Path) -> None:
     """As on a GPU, where attention takes other kernels without gradients: what is recomputed then differs from forward, dropout
     as well. The emulated device does it too."""
+    subject = Subject(config, shape)
     expected = _outcome(subject, tmp_path / "usual")
     with Rig(subject, tmp_path / "ours", home="cpu", device="emulated") as rig:
         as_backward = [getattr(own, "as_backward", None) for own in rig.executor.activations]
