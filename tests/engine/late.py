@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from fuyou_cli.engine.devices.base import Device, Event, Squares, ValueRun, squares_of
 from tests.emulated import EmulatedDevice, poison
-
-from . import rig as rigs
 
 ASKED = 20  # times that the host asks in vain whether something is over
 
@@ -122,10 +119,9 @@ class EarlyDevice(EmulatedDevice):
         return Event()
 
 
-def make_late(monkeypatch: pytest.MonkeyPatch, device: type[EmulatedDevice] = LateDevice) -> dict[str, Any]:
-    """Makes an emulated device a late one from now on, or another of this file; returns how to ask for it."""
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device())
-    return {"device": "emulated"}
+def late(device: type[EmulatedDevice] = LateDevice) -> dict[str, Any]:
+    """Returns how to ask a rig for a late device, or for another of this file."""
+    return {"device": "emulated", "opened": device}
 
 
 class LaggingDevice(EmulatedDevice):

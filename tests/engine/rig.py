@@ -233,7 +233,7 @@ class Rig:
         kept_there: Kept | Literal["room"] | None = None,
         sweeps: int | None = None,
         norm_first: bool | None = None,
-        opened: Device | None = None,  # instead of one that is opened by its name
+        opened: Device | Callable[[], Device] | None = None,  # instead of one that is opened by its name; or how it is opened
         hardware: HardwareProfile = HARDWARE,
         planning: Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan] = plan,
         through: Callable[[SwapDaemon], Any] = lambda daemon: daemon,  # what the executor takes for the daemon
@@ -258,13 +258,14 @@ class Rig:
             self._stack = self._stack.pop_all()
 
     def _open(
-        self, folder: Path, directories: int, opened: Device | None, through: Callable[[SwapDaemon], Any], data_sums: bool
-    ) -> None:
+        self, folder: Path, directories: int, opened: Device | Callable[[], Device] | None,
+        through: Callable[[SwapDaemon], Any], data_sums: bool,
+    ) -> None:  # fmt: skip
         plan = self.plan
         # behind the planned arena: a window to look into the store with
         self._window = Span(offset=plan.arena_size, size=max(4 * stage.params for stage in self.spec.stages))
         arena = self._stack.enter_context(Arena(plan.arena_size + self._window.size))
-        self.device = open_device(plan.device) if opened is None else opened
+        self.device = opened if isinstance(opened, Device) else open_device(plan.device) if opened is None else opened()
         self._stack.callback(self.device.close)
         paths = [folder / f"part{number}" / "store.bin" for number in range(directories)]
         for path in paths:

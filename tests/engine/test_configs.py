@@ -298,7 +298,7 @@ def _first(model: ModelSpec, kind: str) -> StageSpec:
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
-def test_tensors_larger_than_memory_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_larger_than_memory_are_never_made() -> None:
     """Describes experts of 96 TiB each: no machine that runs this could make one for real."""
     config = transformers.Llama4TextConfig(
         vocab_size=VOCABULARY, hidden_size=1 << 20, intermediate_size=1 << 20, intermediate_size_mlp=64, num_hidden_layers=1,

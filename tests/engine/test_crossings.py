@@ -24,10 +24,9 @@ from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.native import ffi
 
-from . import rig as rigs
 from .comparing import assert_same, unequal
 from .families import FAMILIES, gpt2, llama, opt
-from .late import EarlyDevice, LaggingDevice, LateDevice, ReluctantDevice, make_late
+from .late import EarlyDevice, LaggingDevice, LateDevice, ReluctantDevice, late
 from .measuring import peak_of_a_step, without_holes
 from .rig import Rig, Shape, Subject, outcome
 
@@ -60,31 +59,29 @@ CASES = [(name, way, (n // 2 + w) % 2 == 0) for n, name in enumerate(SUBJECTS) f
 
 
 @pytest.mark.parametrize(("name", "way", "stays"), every(8, CASES))
-def test_late_and_early_copies_change_no_bit(
-    name: str, way: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_and_early_copies_change_no_bit(name: str, way: str, stays: bool, tmp_path: Path) -> None:
     """Lets the batch stay on the device, or hands it on by way of the host: in turn."""
     subject = SUBJECTS[name]()
     losses, weights = outcome(subject, tmp_path / "cpu", STEPS, **WAYS[way])
     for device in (LateDevice, ReluctantDevice, EarlyDevice, LaggingDevice):
-        asked = WAYS[way] | make_late(monkeypatch, device) | {"batch_on_device": stays}
+        asked = WAYS[way] | late(device) | {"batch_on_device": stays}
         found = outcome(subject, tmp_path / device.__name__, STEPS, **asked)
         assert found[0] == losses, (device, stays)
         assert unequal(found[1], weights) == [], (device, stays)
         stays = not stays
 
 
-def test_a_boundary_stays_until_it_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_boundary_stays_until_it_is_up(tmp_path: Path) -> None:
     """The next one is read into the same slot, and where the batch stays on the device nothing else waits for the upload."""
-    subject, lagging = Subject(llama(num_hidden_layers=8), Shape()), make_late(monkeypatch, LaggingDevice)
+    subject, lagging = Subject(llama(num_hidden_layers=8), Shape()), late(LaggingDevice)
     with Rig(subject, tmp_path, home="cpu", boundaries="ssd", clip=None, **lagging) as rig:
         rig.run(1)
         rig.executor.device.synchronize()
 
 
-def test_a_source_that_does_not_stay_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_does_not_stay_is_seen(tmp_path: Path) -> None:
     """Lets a host write into what goes up, when it is only compute that has waited for the copy."""
-    with Rig(Subject(llama(), Shape()), tmp_path, home="cpu", clip=None, **make_late(monkeypatch, LaggingDevice)) as rig:
+    with Rig(Subject(llama(), Shape()), tmp_path, home="cpu", clip=None, **late(LaggingDevice)) as rig:
         host = rig.memory.tensor(Span(offset=0, size=64), torch.uint8)
         event = rig.executor.device.upload(host, torch.zeros(64, dtype=torch.uint8))
         event.wait()
@@ -106,20 +103,19 @@ def test_a_wait_that_is_missing_is_seen(direction: str, stays: bool, tmp_path: P
         return Event() if source.dim() == 3 else event
 
     monkeypatch.setattr(device, direction, unawaited)
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
     found = r"^step 1: 32 gradients of model.norm.weight" if stays else r"^step 1: the loss \(head\) is nan$"
-    with Rig(Subject(llama(), Shape()), tmp_path, device="emulated", batch_on_device=stays) as rig:
+    with Rig(Subject(llama(), Shape()), tmp_path, opened=device, device="emulated", batch_on_device=stays) as rig:
         with pytest.raises(NumericsError, match=found):
             rig.run(1)
         rig.executor.abandon()
 
 
 @pytest.mark.parametrize("awaited", [True, False])
-def test_a_span_that_is_lent_too_early_is_seen(awaited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_that_is_lent_too_early_is_seen(awaited: bool, tmp_path: Path) -> None:
     """Lends a span before what is kept of a stage's input is away: another stage's output takes its place."""
     subject = Subject(llama(num_hidden_layers=4), Shape(batch=6))
     losses, _ = outcome(subject, tmp_path / "cpu", STEPS, home="cpu")
-    with Rig(subject, tmp_path / "late", home="cpu", **make_late(monkeypatch, ReluctantDevice)) as rig:
+    with Rig(subject, tmp_path / "late", home="cpu", **late(ReluctantDevice)) as rig:
         assert isinstance(rig.device, ReluctantDevice)
         rig.device._late_down.in_vain = 200
         batches = rig.executor.visits.crossings.batches
@@ -170,13 +166,12 @@ class _Heard(Event):
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_neighbours_cross_while_a_micro_batch_computes(stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_cross_while_a_micro_batch_computes(stays: bool, tmp_path: Path) -> None:
     """The next one's upload is asked for before a micro-batch computes, and in forward its own input sent to where it is kept;
     nobody waits for its result before the next one computes. All of it from and to pinned memory. Where the batch stays on
     the device, nothing but what is kept crosses, and the host waits for none of it."""
     subject = Subject(llama(), Shape(batch=3, micro=1))
     device = _Told()
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
     attention = subject.anatomy.model.get_submodule("model.layers.1.self_attn")
     hook = attention.register_forward_pre_hook(lambda *_: device.log.append("computes"))
     visits: dict[tuple[str, int], list[str]] = {}
@@ -185,7 +180,7 @@ def test_neighbours_cross_while_a_micro_batch_computes(stays: bool, tmp_path: Pa
         visits[visit.phase, visit.stage] = device.log[:]
         device.log.clear()
 
-    with Rig(subject, tmp_path, device="emulated", batch_on_device=stays) as rig:
+    with Rig(subject, tmp_path, opened=device, device="emulated", batch_on_device=stays) as rig:
         rig.executor.after_visit = after
         rig.run(1)
         block = next(stage.index for stage in subject.spec.stages if stage.name.endswith("layers.1"))
@@ -274,8 +269,7 @@ def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeyp
         return upload(host, target, **how)
 
     monkeypatch.setattr(device, "upload", told)
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
-    with Rig(subject, tmp_path, device="emulated", home="cpu", clip=None, batch_on_device=False) as rig:
+    with Rig(subject, tmp_path, opened=device, device="emulated", home="cpu", clip=None, batch_on_device=False) as rig:
         middle: list[list[int]] = []
         rig.executor.after_visit = lambda visit: middle.append(asked[:]) or asked.clear()  # type: ignore[func-returns-value]
         rig.run(1)
@@ -285,10 +279,10 @@ def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeyp
     assert forward[2].index(3) < forward[2].index(1)  # a block's rows before the weights of the one behind it
 
 
-def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path) -> None:
     subject = Subject(llama(), Shape(batch=6))
     losses, weights = outcome(subject, tmp_path / "cpu", STEPS)
-    with Rig(subject, tmp_path / "narrow", batch_on_device=False, **make_late(monkeypatch)) as rig:
+    with Rig(subject, tmp_path / "narrow", batch_on_device=False, **late()) as rig:
         crossings = rig.executor.visits.crossings
         for slot in crossings.slots:
             slot.memory = slot.memory[:64]
@@ -298,12 +292,10 @@ def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch
 
 
 @crossed(2, stays=[True, False], phase=["forward", "head", "backward"])
-def test_a_step_given_up_with_copies_under_way(
-    phase: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_given_up_with_copies_under_way(phase: str, stays: bool, tmp_path: Path) -> None:
     subject = Subject(llama(), Shape(batch=6))
     expected = outcome(subject, tmp_path / "cpu", STEPS, kept="all")
-    with Rig(subject, tmp_path / "late", kept="all", batch_on_device=stays, **make_late(monkeypatch)) as rig:
+    with Rig(subject, tmp_path / "late", kept="all", batch_on_device=stays, **late()) as rig:
 
         def look() -> None:
             assert rig.device.under_way or (stays and phase == "head")  # type: ignore[attr-defined]  # where nothing crosses
@@ -353,7 +345,7 @@ def test_a_step_stays_within_what_is_charged(
     an emulated device's memory is the host's. Copies are as late as they may be, and keep what they copy alive."""
     without_holes(monkeypatch)
     subject = Subject(LLAMA, Shape(batch=batch, micro=2, tokens=64, vocabulary=vocabulary))
-    with Rig(subject, tmp_path, home="cpu", kept=kept, batch_on_device=stays, **make_late(monkeypatch)) as rig:
+    with Rig(subject, tmp_path, home="cpu", kept=kept, batch_on_device=stays, **late()) as rig:
         on_device = rig.plan.predicted.gpu_peak - rig.device.peak_memory()  # beside weights and sums
         charged = compute_memory(subject.spec, rig.request).whole_batch + on_device
         peak = peak_of_a_step(rig)

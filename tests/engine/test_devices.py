@@ -21,7 +21,6 @@ from fuyou_cli.engine.devices import cuda, open_device
 from fuyou_cli.engine.devices.cuda import STAGING, BulkCopies, CudaCopies, CudaDevice, PinnedMemory, Staging, free_memory
 from tests.emulated import ComputeClock, CopyEngine, EmulatedDevice
 
-from . import rig as rigs
 from .comparing import unequal
 from .families import gpt2, llama
 from .rig import Rig, Shape, Subject
@@ -70,30 +69,28 @@ def test_no_more_memory_than_it_was_opened_with(kind: str) -> None:
 
 
 @crossed(2, kept=[None, "all"], vocabulary=[0, 40])
-def test_a_step_has_what_is_planned_and_no_more(
-    vocabulary: int, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_what_is_planned_and_no_more(vocabulary: int, kept: Any, tmp_path: Path) -> None:
     """Runs with what the plan takes of the device; without what it charges for compute there is no room for the copies."""
     subject = Subject(llama(), Shape(batch=5, micro=2, vocabulary=vocabulary))
-    monkeypatch.setattr(rigs, "open_device", lambda kind: EmulatedDevice(memory=planned))
-    planned: int | None = None
-    with Rig(subject, tmp_path / "unbounded", device="emulated", kept=kept) as rig:
+
+    def opened(memory: int | None) -> Rig:
+        return Rig(subject, tmp_path / str(memory), device="emulated", opened=EmulatedDevice(memory=memory), kept=kept)
+
+    with opened(None) as rig:
         fixed = rig.device.memory()
         planned = rig.plan.predicted.gpu_peak
         losses = rig.run(2)
         least = rig.device.peak_memory()
         assert (fixed if kept is None else fixed + 1) <= least <= planned  # of a batch that stays, kept outputs alone come up
-    with Rig(subject, tmp_path / "planned", device="emulated", kept=kept) as rig:
+    with opened(planned) as rig:
         assert rig.run(2) == losses
-    planned = least - 1
     if fixed < least:
-        with Rig(subject, tmp_path / "less", device="emulated", kept=kept) as rig:
+        with opened(least - 1) as rig:
             with pytest.raises(torch.OutOfMemoryError):
                 rig.run(2)
             rig.executor.abandon()
-    planned = fixed - 1
     with pytest.raises(torch.OutOfMemoryError):
-        Rig(subject, tmp_path / "none", device="emulated", kept=kept)
+        opened(fixed - 1)
 
 
 # ---- pinning -----------------------------------------------------------------------------------------------------------
@@ -249,14 +246,12 @@ def test_what_is_pinned_is_held_until_it_is_not(tmp_path: Path) -> None:
 
 
 @crossed(2, share=[0.0, 0.3, 0.9], way=[dict(kept="all"), dict(home="cpu", clip=None)])
-def test_what_cannot_be_pinned_changes_no_bit(
-    way: dict[str, Any], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_pinned_changes_no_bit(way: dict[str, Any], share: float, tmp_path: Path) -> None:
     subject = Subject(gpt2(dropout=0.1), Shape(batch=5, micro=2))
     with Rig(subject, tmp_path / "cpu", **way) as rig:
         losses, weights, arena = rig.run(2), rig.weights(), rig.memory.arena.size
-    monkeypatch.setattr(rigs, "open_device", lambda kind: EmulatedDevice(pinnable=int(share * arena)))
-    with Rig(subject, tmp_path / "emulated", device="emulated", **way) as rig:
+    device = EmulatedDevice(pinnable=int(share * arena))
+    with Rig(subject, tmp_path / "emulated", device="emulated", opened=device, **way) as rig:
         assert 0 < rig.unpinned <= rig.memory.arena.size
         assert rig.run(2) == losses
         assert unequal(rig.weights(), weights) == []

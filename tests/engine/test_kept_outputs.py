@@ -26,7 +26,7 @@ from tests.emulated import EmulatedDevice
 
 from .comparing import Outcome, assert_same, unequal
 from .families import FAMILIES, gpt2, llama
-from .late import make_late
+from .late import late
 from .measuring import Seen, copied_in_a_step, peak_of_a_step
 from .rig import Rig, Shape, Subject, outcome
 
@@ -108,8 +108,8 @@ def test_attention_with_dropout_is_never_kept(dropping: Subject) -> None:
     assert [operator.index for operator in dropping.spec.stages[2].unneeded] == [4]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late copies"])
-def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["cpu", "late copies"])
+def test_an_output_changed_in_place_is_kept_as_it_was(is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends a copy still under way before its source changes; backward uses the value before the change."""
     subject = Subject(llama(), Shape())
     plain = _outcome(subject, tmp_path / "plain")
@@ -117,7 +117,7 @@ def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path
         monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
     expected = _outcome(subject, tmp_path / "recompute")
     assert expected[0] != plain[0]
-    way = make_late(monkeypatch) if late else {"device": "cpu"}
+    way = late() if is_late else {"device": "cpu"}
     assert_same(_outcome(subject, tmp_path / "kept", kept="all", **way), expected)
 
 
@@ -137,7 +137,7 @@ def test_a_later_change_in_place_is_an_error(place: str, tmp_path: Path, monkeyp
     mlp = subject.anatomy.model.base_model.layers[0].mlp
     usual, changing = mlp.forward, _changing(mlp)
     monkeypatch.setattr(mlp, "forward", lambda x: changing(x) if next(count) == 1 else usual(x))
-    way: Any = {place: {"kept": "all", "kept_there": "room"}[place], **make_late(monkeypatch)}
+    way: Any = {place: {"kept": "all", "kept_there": "room"}[place], **late()}
     with (
         Rig(subject, tmp_path, home="cpu", **way) as rig,
         pytest.raises(UsageError, match=r"the model's code changes the output of mm mlp\.gate_proj"),
@@ -303,7 +303,7 @@ def test_an_output_changed_in_place_is_found_by_inspection(tmp_path: Path, monke
     for layer in subject.anatomy.model.base_model.layers:
         monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
     expected = _outcome(subject, tmp_path / "recompute")
-    way = make_late(monkeypatch)
+    way = late()
     with (
         pytest.raises(UsageError, match=r"add_ changes the output of mm"),
         Rig(subject, tmp_path / "unexpected", home="cpu", kept_there="room", **way) as rig,

@@ -21,7 +21,6 @@ from fuyou_cli.engine.devices.base import Device, Event, in_pieces
 from fuyou_cli.planner.schedule import Visit
 from tests.emulated import ComputeClock, CopyEngine, CopyEvent, EmulatedDevice
 
-from . import rig as rigs
 from .comparing import unequal
 from .families import llama
 from .late import LateDevice
@@ -94,7 +93,7 @@ class _Ordered(CopyEngine):
         super().copy(source, target)
 
 
-def test_in_a_step_no_boundary_is_behind_more_than_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_step_no_boundary_is_behind_more_than_one_piece(tmp_path: Path) -> None:
     """Compares with the processor, too: not a bit of the result is other."""
     subject = Subject(llama(), Shape(batch=5))
     with Rig(subject, tmp_path / "cpu", home="cpu") as rig:
@@ -103,8 +102,7 @@ def test_in_a_step_no_boundary_is_behind_more_than_one_piece(tmp_path: Path, mon
     for name, up in (("_up", True), ("_down", False)):
         getattr(device, name).close()
         setattr(device, name, _Ordered(name, device._log, device._clock, up=up, piece=PIECE))
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
-    with Rig(subject, tmp_path / "pieces", home="cpu", device="emulated") as rig:
+    with Rig(subject, tmp_path / "pieces", home="cpu", opened=device, device="emulated") as rig:
         assert rig.run(2) == losses
         assert unequal(rig.weights(), weights) == []
     for engine in (device._up, device._down):
@@ -135,11 +133,10 @@ class _Point(Event):
         self.visits = visits
 
 
-def test_weights_go_up_behind_the_last_reader_of_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_go_up_behind_the_last_reader_of_their_place(tmp_path: Path) -> None:
     """Takes turns at two places: what goes to one while a visit computes with the other waits for the visit before it alone."""
     subject, device = Subject(llama(num_hidden_layers=4), Shape()), _Behind()
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
-    with Rig(subject, tmp_path, device="emulated", home="cpu") as rig:
+    with Rig(subject, tmp_path, opened=device, device="emulated", home="cpu") as rig:
 
         def after(visit: Visit) -> None:
             device.visits += 1

@@ -19,7 +19,7 @@ from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import Outcome, assert_near, assert_same, relative
-from .late import make_late
+from .late import late
 from .measuring import peak_of_a_step, without_holes
 from .rig import OPTIMIZER, Rectangle, Rig, Shape, Subject, assert_moves_as_planned, outcome
 from .test_expert_lora import Adapted
@@ -218,7 +218,7 @@ def test_a_step_stays_within_what_a_device_is_charged(
     """As `test_crossings` has it of dense models: storage by storage, with copies as late as they may be."""
     without_holes(monkeypatch)
     subject = Subject(FAMILIES["deepseek_v3, groups"], Shape(batch=batch, micro=2, tokens=64, experts=2, dtype="bfloat16"))
-    with Rig(subject, tmp_path, home="cpu", batch_on_device=stays, **make_late(monkeypatch)) as rig:
+    with Rig(subject, tmp_path, home="cpu", batch_on_device=stays, **late()) as rig:
         fixed = rig.device.peak_memory()
         on_device = rig.plan.predicted.gpu_peak - fixed
         charged = compute_memory(subject.spec, rig.request).whole_batch + on_device

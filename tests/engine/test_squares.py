@@ -28,7 +28,6 @@ from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.swap import kernels
 from tests.emulated import EmulatedDevice
 
-from . import rig as rigs
 from .families import llama
 from .measuring import Seen
 from .rig import Rig, Shape, Subject
@@ -227,11 +226,10 @@ class _HoldsSquares(EmulatedDevice):
         return self.held
 
 
-def test_no_update_begins_before_its_gradients_were_seen(subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
+def test_no_update_begins_before_its_gradients_were_seen(subject: Subject, tmp_path: Path) -> None:
     """Waits until those of the head have arrived, and those of the norm behind them."""
     device = _HoldsSquares()
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
-    with Rig(subject, tmp_path, device="emulated", clip=None, defer=False) as rig:
+    with Rig(subject, tmp_path, opened=device, device="emulated", clip=None, defer=False) as rig:
         begun = list[bool]()
 
         def look(visit: Visit) -> None:
@@ -278,8 +276,7 @@ class _HoldsDownloads(EmulatedDevice):
 def test_a_sum_waits_for_the_oldest_download_alone(subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
     """The last block's sum takes the span of the head's, which is over at last; the norm's gradients are still on their way."""
     device = _HoldsDownloads()
-    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
-    with Rig(subject, tmp_path, device="emulated", clip=None) as rig:
+    with Rig(subject, tmp_path, opened=device, device="emulated", clip=None) as rig:
         device.spans = {span.memory.data_ptr() for span in rig.executor.visits.sums._spans}
         begin, opened = rig.executor.visits.sums.open, list[int]()
 
