@@ -308,7 +308,7 @@ def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Ins
         numerics_of(inspected.recipe, inspected.known.facts, hardware, inspected.manifest)
     except FuyouError as error:
         say(refused(error))
-        return replace(inspected, manifest=None)
+        return replace(inspected, saved=None)
     return inspected
 
 

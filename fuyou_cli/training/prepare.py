@@ -27,6 +27,7 @@ from .adapting import as_started, check_peft, check_start, entries_of, starting_
 from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
 from .numerics import check_positions, check_tokens, note_slow_products
+from .state.at_rest import SavedStore
 from .state.manifest import Change, Manifest, Untouched
 from .state.resume import (
     REFUSED,
@@ -106,7 +107,11 @@ class Resolved:
     model_dir: Path
     tokenizer_dir: Path
     directories: tuple[Path, ...]  # one folder of this run per striped directory
-    manifest: Manifest | None  # of the stopped run to resume, if any
+    saved: SavedStore | None  # of the stopped run to resume, if any
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return None if self.saved is None else self.saved.manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,13 +203,13 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     names. Another thread calls `progress` during a download with its name, the bytes so far and the bytes in all."""
     _check_backend(recipe)
     check_peft(recipe)
-    directories, manifest = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
+    directories, saved = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
     with _noted(say, unless=to_run):  # a plan can do without the adapter that it starts from
-        recipe = as_started(recipe, manifest)
-        if manifest is None:
+        recipe = as_started(recipe, None if saved is None else saved.manifest)
+        if saved is None:
             check_start(recipe, model_dir, say=say)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
     with _noted(say, unless=to_run):
@@ -216,7 +221,7 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
         model_dir=model_dir,
         tokenizer_dir=tokenizer_dir,
         directories=directories,
-        manifest=manifest,
+        saved=saved,
     )
 
 

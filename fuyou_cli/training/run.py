@@ -169,7 +169,7 @@ class Run:
     def load(self, progress: Callable[[int], None]) -> None:
         """Loads the model's weights as generation 0, or restores the saved state. `progress` gets the parameters loaded, or the
         bytes of saved state that were read and checked."""
-        saved = self.planned.manifest
+        saved = self.planned.saved
         with self._saving_what_is_whole():
             self._folders.keep()
             remember_drives(self.planned.directories, say=self._announce)

@@ -17,7 +17,7 @@ from .length import check_loading
 from .prepare import Planned
 from .run_log import holds_a_run, read_logged_plan
 from .state import manifest as manifests
-from .state.resume import check_same_store, check_stages, check_unchanged
+from .state.resume import check_same_store, check_stages, check_still_new
 from .state.store_folders import STORE_FILE, begin_parts, check_same_drive, check_space, discard_parts
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
@@ -107,7 +107,10 @@ class RunFolders:
         store = closing.enter_context(opened)
         closing.callback(self._remove_unnamed, held=True)
         store.attach(planned.model.sources)
-        check_unchanged(planned.manifest, self._first, start_over=planned.recipe.checkpoint.resume == "never")
+        if planned.saved is not None:
+            planned.saved.check_current()
+        elif planned.recipe.checkpoint.resume != "never":
+            check_still_new(self._first)
         return store
 
     def keep(self) -> None:

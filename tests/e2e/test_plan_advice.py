@@ -29,10 +29,10 @@ def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypat
     for fits in (True, False):
         found = [key for kind in candidates(prepared, fits=fits) for step in kind.steps for key in step]
         assert found and not [key for key in found if key.startswith(fixed)]
-    anew = list(candidates(replace(prepared, manifest=None), fits=False))
+    anew = list(candidates(replace(prepared, saved=None), fits=False))
     assert any(key.startswith("train.") for kind in anew for step in kind.steps for key in step)
     there = replace(prepared, plan=replace(prepared.plan, device="cuda"))
-    advised = [facts_of(one, room_of(one)).may_compile for one in (there, replace(there, manifest=None))]
+    advised = [facts_of(one, room_of(one)).may_compile for one in (there, replace(there, saved=None))]
     assert advised == [False, True]
 
 

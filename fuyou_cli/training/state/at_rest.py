@@ -268,31 +268,38 @@ _ARENA = 2 * PIECE + 2 * MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedStore:
-    """A store's folder with its newest readable manifest, read once for a command. `problem`: why it is not the newest one."""
+    """A store's folder with its newest readable manifest, read once for a command. `problem`: why it is not the newest one.
+    `seals`: of its manifests, as they were before they were read."""
 
     folder: Path
     manifest: Manifest
     problem: str
-    seen: tuple[object, ...]  # of the files of manifests, as they were before they were read
+    seals: tuple[bytes | None, ...]
 
-    @property
-    def is_current(self) -> bool:
-        """Tells whether no other manifest has replaced it since. A run replaces the file, and never writes into it."""
-        return self.seen == _seen(self.folder)
+    def check_current(self) -> None:
+        """Raises UsageError if another process has committed since. The store must be locked."""
+        if self.seals != manifests.seals(self.folder):
+            raise used_since(self.folder)
 
 
-def _seen(folder: Path) -> tuple[object, ...]:
-    together = [status_of(folder / name) for name in (manifests.NAME, manifests.BEFORE)]
-    return tuple(status and (status.st_ino, status.st_size, status.st_mtime_ns) for status in together)
+def used_since(folder: Path) -> UsageError:
+    return UsageError(
+        f"another process has used the store in {folder} since this one read its manifest", hint="run the same command again"
+    )
+
+
+def find_saved_store(folder: Path) -> SavedStore | None:
+    """Reads the newest manifest of a store. Returns None if there is none."""
+    seals = manifests.seals(folder)
+    manifest, problem = manifests.newest(folder)
+    return None if manifest is None else SavedStore(folder=folder, manifest=manifest, problem=problem, seals=seals)
 
 
 def saved_store(folder: Path) -> SavedStore:
     """Reads the newest manifest of a store. Raises UsageError if there is none."""
-    seen = _seen(folder)
-    manifest, problem = manifests.newest(folder)
-    if manifest is None:
+    if (found := find_saved_store(folder)) is None:
         raise UsageError(f"there is no store in {folder}")
-    return SavedStore(folder=folder, manifest=manifest, problem=problem, seen=seen)
+    return found
 
 
 def find_store(source: Path) -> SavedStore:
@@ -348,8 +355,7 @@ def at_rest(
             opened = Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True, sources=sources)
             store = stack.enter_context(opened)
             daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience))
-        if not saved.is_current:  # the manifest was read before the store was locked
-            raise UsageError(f"another process has used the store in {folder} since", hint="run the same command again")
+        saved.check_current()  # the manifest was read before the store was locked
         if model_files == "compared":
             compare(
                 manifest, sources, ExtentSums(daemon, arena, Span(offset=0, size=arena_size)), say=say or (lambda text: None)

@@ -27,7 +27,7 @@ from ...checkpoint.header import NAME_LIMIT
 from ...core.disk import failed_writing, status_of, sync_directory, unreadable
 from ...core.errors import FuyouError, UnreadableError, UsageError
 from ...core.json_files import find_text, from_json, has_too_many_values, object_in
-from ...core.paths import write_own
+from ...core.paths import open_plain, write_own
 from ...spec.model import Piece, Rule, SourceFile, StateDtype, StateLayout
 from ...spec.packed_tensors import PackedTensor, Quantised, packed_bank
 from ...spec.plan import Numerics, StateTensor
@@ -198,6 +198,7 @@ _NEW_BEFORE = ".manifest.before.new"
 EVERY_NAME = (NAME, BEFORE, DAMAGED)  # names of manifests
 BESIDE = (BEFORE, DAMAGED, _NEW, _NEW_BEFORE)  # other files that may be beside a manifest
 _DIGEST = ',\n"digest": '
+_SEAL = len(_DIGEST) + 69  # bytes from there to the end of a manifest
 LARGEST = 64 << 20  # bytes; a mixture of experts with a hundred thousand tensors takes a third of it
 _START_OVER = "put a copy of it back, or start over with checkpoint.resume=never"
 NO_FILE = (errno.EINVAL, errno.EISDIR)  # of a pipe, a device or a folder: nothing that a run wrote
@@ -327,6 +328,25 @@ def _readable_before(directory: Path) -> Manifest | None:
     with suppress(UsageError):
         return read(directory, BEFORE)
     return None
+
+
+def seals(directory: Path) -> tuple[bytes | None, ...]:
+    """Returns how the manifests to resume from end: with their digests, so another one ends differently. Raises
+    UnreadableError."""
+    return tuple(_end(directory / name) for name in (NAME, BEFORE))
+
+
+def _end(path: Path) -> bytes | None:
+    try:
+        descriptor = open_plain(path)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, *NO_FILE):
+            return None
+        raise unreadable(path, error) from None
+    try:
+        return os.pread(descriptor, _SEAL, max(0, os.fstat(descriptor).st_size - _SEAL))
+    finally:
+        os.close(descriptor)
 
 
 def read(directory: Path, name: str = NAME) -> Manifest | None:

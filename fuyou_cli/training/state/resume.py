@@ -29,7 +29,7 @@ from ...recipe.rules import REMOVED_KEYS
 from ...spec.model import ModelSpec
 from ...spec.plan import Plan, Span
 from . import manifest as manifests
-from .at_rest import changed_files
+from .at_rest import SavedStore, changed_files, find_saved_store, used_since
 from .manifest import TENSORS, Change, Manifest
 from .store_folders import PART_FILE, STORE_FILE, check_mounted, missing_file, read_part, refuse_copy, refuse_in_use
 
@@ -105,19 +105,19 @@ REFUSED = "A run would be refused"  # in the notes of a plan; the screen looks f
 
 def saved_state(
     recipe: Recipe, directories: tuple[Path, ...], *, must: bool, here: bool, say: Say
-) -> tuple[tuple[Path, ...], Manifest | None]:
+) -> tuple[tuple[Path, ...], SavedStore | None]:
     """Returns the folders of the run, and the state saved in them (only if `here`). Raises FuyouError if a run that `must`
     resume it could not."""
     try:
-        manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if here else None
+        saved = find_saved(recipe.checkpoint.resume, directories, say=say) if here else None
     except FuyouError as error:
         if must:
             raise
         say(refused(error))
         return directories, None
-    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder resumes there
-        directories = tuple(Path(file).parent for file in manifest.files)
-    return directories, manifest
+    if saved is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder resumes there
+        directories = tuple(Path(file).parent for file in saved.manifest.files)
+    return directories, saved
 
 
 def refused(error: FuyouError) -> str:
@@ -131,7 +131,7 @@ def steps_left(total: int, manifest: Manifest | None) -> int:
     return max(0, total - (manifest.step if manifest is not None else 0))
 
 
-def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifest | None:
+def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> SavedStore | None:
     """Returns the saved run to resume, or None for a new one. `resume`: auto, never, or a store's folder.
 
     Raises UsageError if a saved run cannot be resumed, or if a new run would overwrite one without being asked to.
@@ -139,13 +139,14 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifes
     if resume == "never":
         return None
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
-    found, problem = manifests.newest(source)
+    saved = find_saved_store(source)
+    found = None if saved is None else saved.manifest
     if found is None:
         check_mounted(directories if resume == "auto" else [source])
     if resume != "auto" and (found is None or found.state == "loading"):
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
-    if found is None:
+    if saved is None or found is None:
         _check_free(directories, being_filled=())
         _check_moved(source.parent)
         return None
@@ -155,10 +156,10 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifes
         return None
     refuse_copy(found, source)
     refuse_in_use(found)
-    if problem:
-        say(f"note: {problem}; continuing from the state after step {found.step}")
+    if saved.problem:
+        say(f"note: {saved.problem}; continuing from the state after step {found.step}")
     _check_parts(found)
-    return found
+    return saved
 
 
 def _kept(what: str, remedy: str) -> UsageError:
@@ -241,18 +242,11 @@ def _holds_data(file: Path) -> bool:
     return True
 
 
-def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: bool) -> None:
-    """Raises UsageError if the manifest is not the one that was planned with. The store must be locked."""
-    if start_over:
-        return
+def check_still_new(directory: Path) -> None:
+    """Raises UsageError if a run has saved its state here since this one was planned. The store must be locked."""
     current, _ = manifests.newest(directory)
-    if current is not None and current.state == "loading":
-        current = None
-    if current != expected:
-        raise UsageError(
-            f"another process has used the store in {directory} since this one read its manifest",
-            hint="run the same command again",
-        )
+    if current is not None and current.state != "loading":
+        raise used_since(directory)
 
 
 def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> None:

@@ -31,7 +31,7 @@ from ...spec.plan import Span
 from ...swap.store import Store
 from ..prepare import Ready
 from . import manifest as manifests
-from .at_rest import Damage, ExtentSums, Progress, compare
+from .at_rest import Damage, ExtentSums, Progress, SavedStore, compare
 from .kept_companions import written_companions
 from .manifest import MOST_CHANGES, Change, Evaluated, Manifest, State
 from .resume import library_versions
@@ -242,12 +242,12 @@ class Saver:
             self.commits.begin(replace(newest, evaluated=standing.evaluated, evaluated_before=standing.evaluated_before))
             self.commits.finish()
 
-    def restore(self, saved: Manifest, progress: Progress) -> None:
-        """Restores the newest committed state that is whole: `saved`, or an older one. `progress` gets the bytes read."""
-        found = self._intact(saved, progress)
-        if found != saved or manifests.newest(self.folder)[1]:  # the next commit would keep the damaged manifest
-            manifests.go_back(self.folder, found)
-        saved = found
+    def restore(self, store: SavedStore, progress: Progress) -> None:
+        """Restores the newest committed state that is whole: the one that was read, or an older one. `progress` gets the bytes
+        read."""
+        saved = self._intact(store.manifest, progress)
+        if saved != store.manifest or store.problem:  # the next commit would keep the damaged manifest
+            manifests.go_back(self.folder, saved)
         # of the checkpoint's files, what the run had read of those with another time of change
         compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
         self.files.restore(saved, self.residency.records)
