@@ -305,9 +305,10 @@ def phase_traffic(
         if plan.boundary_extent is not None:
             written += filled(plan.boundary_extent.size, fill) * visit.stash
             read += filled(plan.boundary_extent.size, fill) * visit.take
-        if visit.sum_gradients and not visit.measures and plan.gradients_extent is not None:
-            written += plan.gradients_extent.size * (plan.deferred or not visit.is_final)
-            read += plan.gradients_extent.size * (visit.sweep > 0)
+        owner = stages[visit.stage if visit.owner is None else visit.owner]
+        if visit.sum_gradients and not visit.measures and owner.gradients_extent is not None:
+            written += owner.gradients_extent.size * (owner.deferred or visit.rest)
+            read += owner.gradients_extent.size * visit.resume
     for plan in updated:
         written += sum(written_by_update(model, plan, commit_every))
         if plan.states == "ssd":
