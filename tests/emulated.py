@@ -47,6 +47,7 @@ from fuyou_cli.engine.devices.base import (
     squares_of,
 )
 from fuyou_cli.engine.devices.cuda import STAGING, PinnedMemory, Staging
+from fuyou_cli.recipe import rules
 from fuyou_cli.recipe.schema import OffloadSection, Recipe
 from fuyou_cli.spec.hardware import ON_PROCESSOR
 
@@ -380,8 +381,12 @@ class EmulatedDevice(Device):
         self._host.close()
 
 
+GONE = next(row for row in rules.REMOVED if row.path == "offload.device")  # what users are told
+
+
 def register() -> None:
     """Makes `emulated` a device of this process, as cpu and cuda are."""
+    rules.REMOVED = tuple(row for row in rules.REMOVED if row is not GONE)
     OPENERS["emulated"] = EmulatedDevice
     ON_PROCESSOR.add("emulated")
     OffloadSection.model_fields["device"].annotation = Literal["auto", "cpu", "cuda", "emulated"]  # type: ignore[assignment]

@@ -409,6 +409,10 @@ REMOVED: tuple[Removed, ...] = (
         "offload.defer_updates", (), "all updates wait for the next forward, or none", "leave it auto, or write 1 or 0",
         values=lambda value: isinstance(value, float) and 0 < value < 1,
     ),
+    Removed(
+        "offload.device", (), "only fuyou's tests have such a device", "write `auto`, `cpu` or `cuda`",
+        values=lambda value: value == "emulated",
+    ),
     Removed("precision.master", ("float32",), "the master is always float32", "delete the key"),
     Removed("precision.allow_tf32", (False,), "float32 is computed in float32", "delete the key"),
     Removed("export.push_to_hub", (None,), "fuyou does not upload", "delete the key, and upload the exported folder yourself"),

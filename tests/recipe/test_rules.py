@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fuyou_cli.recipe import rules
 from fuyou_cli.recipe.load import load_recipe
+from tests import emulated
 
 from .conftest import VALID
 
@@ -163,3 +165,9 @@ def test_other_keys_and_values_that_are_gone(load, refused, key, value, remedy):
     ((name, found),) = refused("", f"{key}={value}").items()
     assert (name, found.code) == (key, "removed") and remedy in found.help
     assert load("", "model.kernels=torch", "optimizer.momentum=0.9").optimizer.name == "adamw"
+
+
+def test_the_device_of_tests_is_gone_for_users(refused, monkeypatch):
+    monkeypatch.setattr(rules, "REMOVED", (emulated.GONE,))
+    ((name, found),) = refused("", "offload.device=emulated").items()
+    assert (name, found.code, found.help) == ("offload.device", "removed", "write `auto`, `cpu` or `cuda`")
