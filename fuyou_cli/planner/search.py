@@ -188,8 +188,9 @@ class _Search:
         return self.here
 
     def _measuring_first(self, best: Alternative) -> Alternative:
-        """Returns the best plan that measures the norm first, if it is better than this one. RAM is filled anew for it, and
-        with one slot for gradients no update would run beside the next visit."""
+        """Returns the best plan that measures the norm first, if it is better than this one. RAM is filled anew for it: in a
+        large model from this plan's pipeline, and from the one that takes a little less. With one slot for gradients no update
+        would run beside the next visit."""
         measuring = _cautious(family(self.model, replace(self.request, norm_first=True)), self.hardware)
         self.knobs = knobs = replace(measuring, pipelines=self.knobs.pipelines)
         self.sweeps = (1,)
@@ -197,9 +198,10 @@ class _Search:
             best.candidate, norm_first=True, sweeps=1, defer=False, activations=knobs.activations[0], swap=knobs.swap[0],
             kept_there=knobs.kept_there[-1], there=knobs.there[-1], copied=1.0,
         )  # fmt: skip
-        pipelines = [pair for pair in knobs.pipelines if pair[1] > 1][:1]
-        if len(self.model.stages) <= _SMALL:
-            pipelines = list(knobs.pipelines)
+        pipelines = list(knobs.pipelines)
+        if len(self.model.stages) > _SMALL:
+            own = pipelines.index((first.lookahead, first.gradient_slots))
+            pipelines = [pair for pair in pipelines[: max(own, 2)] if pair[1] > 1][-1:]
         starts = [first, *(_with_pipeline(first, pair) for pair in pipelines)]
         orders = product(starts, knobs.states, self.free_pages)
         start = [replace(one, states=states, free_pages=free) for one, states, free in orders]
@@ -222,6 +224,8 @@ class _Search:
     def _one_knob(self) -> None:
         """Turns one knob after the other, each from where the one before has led. Some turn two that belong together."""
         knobs = self.knobs
+        if len(self.model.stages) <= _LARGE:
+            self._try(self._with(activations=knobs.activations, swap=knobs.swap))  # before slots take the room for them
         self._try(self._pipelines(len(knobs.pipelines)))
         self._try(self._with(states=knobs.states))
         self._try(self._with(defer=knobs.defer))
