@@ -82,28 +82,28 @@ class Placing:
         self._shared = SharedSizes(model, request)
         self._outputs = outputs_of(model, request)
         self._movable = [output for output in self._outputs if not output.operator.stays]
-        self._starts: dict[tuple[object, ...], _Start | None] = {}
+        self._starts: dict[tuple[object, ...], _FillStart | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
-        self._filled: dict[tuple[_Start, float, float, float], Placed] = {}
+        self._filled: dict[tuple[_FillStart, float, float, float], Placed] = {}
         self._chosen: dict[tuple[bool, float], PlanRequest] = {}  # by `defer` and the share of `there`
         # By the shares of `swap` and `kept_there`, and by the stages on the device.
         self._kept: dict[tuple[object, ...], tuple[Kept, Kept]] = {}
 
     def placed(self, candidate: Candidate) -> Placed | None:
         """Returns the plan of this candidate, or None if it does not fit."""
-        asked = self._asked(candidate)
+        asked = self._request_with(candidate)
         pipeline = (candidate.lookahead, candidate.gradient_slots, asked.defers)
-        start = self._started(asked, candidate, pipeline)
+        start = self._start_of(asked, candidate, pipeline)
         if start is None:
             return None
         if start.everything is not None and candidate.activations <= 0:
             candidate = replace(candidate, states=0.0)  # if all tensors rest in RAM, the order does not matter
         known = (start, candidate.activations, candidate.states, candidate.copied)
         if known not in self._filled:
-            self._filled[known] = self._placed_from(asked, candidate, start, pipeline)
+            self._filled[known] = self._place_from(asked, candidate, start, pipeline)
         return self._filled[known]
 
-    def _asked(self, candidate: Candidate) -> PlanRequest:
+    def _request_with(self, candidate: Candidate) -> PlanRequest:
         """Returns the request with the candidate's deferred updates and its stages that rest on the device."""
         chosen = (candidate.defer, candidate.there)
         if chosen not in self._chosen:
@@ -115,16 +115,18 @@ class Placing:
             self._chosen[chosen] = asked
         return self._chosen[chosen]
 
-    def _placed_from(self, asked: PlanRequest, candidate: Candidate, start: _Start, pipeline: tuple[int, int, bool]) -> Placed:
+    def _place_from(
+        self, asked: PlanRequest, candidate: Candidate, start: _FillStart, pipeline: tuple[int, int, bool]
+    ) -> Placed:
         filling = self._fill(asked, candidate, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:
-            homes, spans = self._within(filling, candidate)
+            homes, spans = self._take_back_until_it_fits(filling, candidate)
             same = (homes, candidate.lookahead, spans.slot_classes, pipeline[2])
-            self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, candidate)
+            self._placed[key] = self._placed[same] = self._placed.get(same) or self._make_plan(asked, spans, candidate)
         return self._placed[key]
 
-    def _assembled(self, asked: PlanRequest, spans: Layout, candidate: Candidate) -> Placed:
+    def _make_plan(self, asked: PlanRequest, spans: Layout, candidate: Candidate) -> Placed:
         at_most_one = asked.commit_every in (None, 1)  # at most one step between two commits
         plain = asked if at_most_one else replace(asked, commit_every=None)
         schedule = expand(
@@ -139,13 +141,13 @@ class Placing:
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
         plan = _plan_of(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
-        return self._bounded(plan, schedule) if at_most_one else self._committing(asked, plan, schedule)
+        return self._with_bounds(plan, schedule) if at_most_one else self._with_apart_commits(asked, plan, schedule)
 
-    def _bounded(self, plan: Plan, schedule: Schedule) -> Placed:
+    def _with_bounds(self, plan: Plan, schedule: Schedule) -> Placed:
         bound, estimate = lower_bound(self.costs, schedule, plan), phase_estimate(self.costs, schedule, plan)
         return Placed(plan=plan, schedule=schedule, bound=bound, estimate=estimate, commits=0.0)
 
-    def _committing(self, asked: PlanRequest, plain: Plan, schedule: Schedule) -> Placed:
+    def _with_apart_commits(self, asked: PlanRequest, plain: Plan, schedule: Schedule) -> Placed:
         """Returns the same plan with commits added."""
         estimate = phase_estimate(self.costs, schedule, plain)
         guess, commit = guessed_interval(self.costs, plain, step=estimate)
@@ -154,31 +156,31 @@ class Placing:
         committing = recommitted(self.model, plain, schedule, every)
         plan = with_commits(self.costs, plain, committing, every)
         if every == 1:
-            return self._bounded(plan, committing)
+            return self._with_bounds(plan, committing)
         bound, each = lower_bound(self.costs, schedule, plain), commit / every
         return Placed(plan=plan, schedule=schedule, bound=bound + each, estimate=estimate + each, commits=each)
 
-    def _laid_out(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> tuple[Layout, dict[str, int]]:
+    def _lay_out(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> tuple[Layout, dict[str, int]]:
         """Returns the spans, and the peaks of RAM by phase."""
         pipeline = {"lookahead": candidate.lookahead, "gradient_slots": candidate.gradient_slots}
         spans = layout(self._shared, asked, homes, **pipeline)
         return spans, host_peaks(self.model, self.hardware, asked, spans)
 
-    def _started(self, asked: PlanRequest, candidate: Candidate, pipeline: tuple[object, ...]) -> _Start | None:
+    def _start_of(self, asked: PlanRequest, candidate: Candidate, pipeline: tuple[object, ...]) -> _FillStart | None:
         """Returns homes with nothing moved to RAM yet, or None if even that does not fit."""
         shares = (candidate.swap, candidate.kept_there, asked.device_states)
         if shares not in self._kept:
-            staying = self._staying(asked, candidate.kept_there)
-            self._kept[shares] = _without(_kept(self.model, asked, candidate.swap), staying), staying
+            staying = self._outputs_on_device(asked, candidate.kept_there)
+            self._kept[shares] = _leave_out(_first_kept(self.model, asked, candidate.swap), staying), staying
         key = (self._kept[shares], pipeline, asked.device_states)
         if key not in self._starts:
-            homes = _start(self.model, asked, *self._kept[shares])
-            spans, peaks = self._laid_out(asked, homes, candidate)
+            homes = _first_homes(self.model, asked, *self._kept[shares])
+            spans, peaks = self._lay_out(asked, homes, candidate)
             fits = max(peaks.values()) <= asked.cpu_budget
-            self._starts[key] = self._begun(asked, candidate, homes, spans, peaks) if fits else None
+            self._starts[key] = self._fill_start(asked, candidate, homes, spans, peaks) if fits else None
         return self._starts[key]
 
-    def _staying(self, asked: PlanRequest, share: float) -> Kept:
+    def _outputs_on_device(self, asked: PlanRequest, share: float) -> Kept:
         """Returns the operators whose outputs stay on the device. If the planner chooses, they fill `share` of the memory that
         stages resting there have left."""
         if isinstance(asked.kept_there, tuple):
@@ -189,15 +191,17 @@ class Placing:
         room = room if asked.kept_there == "room" else int(share * room)
         return fitting(self.model, self._outputs, asked.group, room)
 
-    def _begun(self, asked: PlanRequest, candidate: Candidate, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
+    def _fill_start(
+        self, asked: PlanRequest, candidate: Candidate, homes: Homes, spans: Layout, peaks: dict[str, int]
+    ) -> _FillStart:
         items = sorted(traffic_items(self._shared, asked, homes, spans), key=lambda item: item.order)
-        return _Start(
+        return _FillStart(
             nothing=GreedyFill.of(self._shared, asked, homes, peaks),
             items=tuple(items),
-            everything=self._everything(asked, candidate, homes, items),
+            everything=self._all_in_ram(asked, candidate, homes, items),
         )
 
-    def _everything(self, asked: PlanRequest, candidate: Candidate, homes: Homes, items: list[Item]) -> GreedyFill | None:
+    def _all_in_ram(self, asked: PlanRequest, candidate: Candidate, homes: Homes, items: list[Item]) -> GreedyFill | None:
         """Returns a fill with everything in RAM, or None if that does not fit."""
         moved = {(item.kind, stage) for item in items for stage in item.stages}
         tiers: dict[str, Any] = {
@@ -208,10 +212,10 @@ class Placing:
         together = zip(self.model.stages, everything.weights, everything.states, strict=True)
         if sum(stage.weight_bytes for stage, *tiers in together if tiers == ["cpu", "cpu"]) > asked.cpu_budget:
             return None  # quicker than laying it all out
-        _, peaks = self._laid_out(asked, everything, candidate)
+        _, peaks = self._lay_out(asked, everything, candidate)
         return GreedyFill.of(self._shared, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
-    def _fill(self, asked: PlanRequest, candidate: Candidate, start: _Start) -> GreedyFill:
+    def _fill(self, asked: PlanRequest, candidate: Candidate, start: _FillStart) -> GreedyFill:
         movable = self._movable if candidate.copied == 1 else worth_most(self._movable, candidate.copied)
         if start.everything is not None and candidate.activations <= 0:
             # Everything moves at once: tensor by tensor, the slots that only the last move frees would be in its way.
@@ -227,10 +231,10 @@ class Placing:
             filling.keep(movable, share=1.0)
         return filling
 
-    def _within(self, filling: GreedyFill, candidate: Candidate) -> tuple[Homes, Layout]:
+    def _take_back_until_it_fits(self, filling: GreedyFill, candidate: Candidate) -> tuple[Homes, Layout]:
         """Undoes the last moves until the layout fits. The estimate used before may be slightly too small."""
         while True:
-            spans, peaks = self._laid_out(filling.request, filling.homes, candidate)
+            spans, peaks = self._lay_out(filling.request, filling.homes, candidate)
             if max(peaks.values()) <= filling.request.cpu_budget or not filling.take_back():
                 return filling.homes, spans
 
@@ -245,7 +249,7 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
         return min(elsewhere, max(there, first))
     request = with_batch(model, request)
     nothing: Kept = ((),) * len(model.stages)
-    shared, homes = SharedSizes(model, request), _start(model, request, _kept(model, request, 0.0), nothing)
+    shared, homes = SharedSizes(model, request), _first_homes(model, request, _first_kept(model, request, 0.0), nothing)
     spans = (
         layout(shared, request, homes, lookahead=lookahead, gradient_slots=slots)
         for lookahead, slots in pipelines(request, stages=len(model.stages))
@@ -318,7 +322,7 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Start:
+class _FillStart:
     """Where filling RAM begins, and what may move there, in order."""
 
     nothing: GreedyFill  # homes with nothing in RAM yet
@@ -326,19 +330,19 @@ class _Start:
     items: tuple[Item, ...]
 
 
-def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept) -> Homes:
+def _first_homes(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept) -> Homes:
     """Puts everything on the ssd except what the recipe fixes, with these outputs. A stage without a tensor of some kind says
     cpu for it."""
     count = len(model.stages)
     boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if s.keeps_input else "cpu" for s in model.stages)
     first: Tier = "cpu" if rest_in_ram(model, request) else "ssd"
     gradients: list[Tier] = [
-        _beside(request.gradients, first) if is_resting else "cpu" for is_resting in need_rest(model, request)
+        _home_off_device(request.gradients, first) if is_resting else "cpu" for is_resting in need_rest(model, request)
     ]
     there = stages_on_device(model, request)
     return Homes(
         weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),
-        states=tuple("gpu" if index in there else _beside(request.states, first) for index in range(count)),
+        states=tuple("gpu" if index in there else _home_off_device(request.states, first) for index in range(count)),
         gradients=tuple("gpu" if index in there else gradients[index] for index in range(count)),
         boundaries=boundaries,
         kept=kept,
@@ -346,17 +350,17 @@ def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept)
     )
 
 
-def _beside(asked: Tier | None, first: Tier) -> Tier:
+def _home_off_device(asked: Tier | None, first: Tier) -> Tier:
     """Returns the home of tensors that do not rest on the device. The planner begins with `first`."""
     return first if asked in (None, "gpu") else asked
 
 
-def _without(kept: Kept, others: Kept) -> Kept:
+def _leave_out(kept: Kept, others: Kept) -> Kept:
     pairs = zip(kept, map(frozenset, others), strict=True)
     return tuple(tuple([index for index in some if index not in beside]) for some, beside in pairs)
 
 
-def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
+def _first_kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
     every = every_operator(model)
     if request.kept == "all":
         return every
@@ -365,10 +369,10 @@ def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
     if request.kept is not None:
         assert all(set(some) <= set(known) for some, known in zip(request.kept, every, strict=True)), (request.kept, every)
         return request.kept
-    return of_each(model, lambda operators: _swapped([operator for operator in operators if not operator.stays], swap))
+    return of_each(model, lambda operators: _most_saved([operator for operator in operators if not operator.stays], swap))
 
 
-def _swapped(operators: Sequence[OperatorSpec], share: float) -> tuple[int, ...]:
+def _most_saved(operators: Sequence[OperatorSpec], share: float) -> tuple[int, ...]:
     """Returns outputs within `share` of all the bytes, the most FLOPs saved per byte first."""
     if not share:
         return ()
