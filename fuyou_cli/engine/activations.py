@@ -80,7 +80,6 @@ class Activations:
 
 
 def open_activations(context: Context, *, boundaries: Boundaries, waiting: Waiting) -> list[Activations]:
-    """Returns the activations that the plan chose for each stage."""
     model, plan, device = context.model, context.plan, context.device
     leaving: Downloads = []
     on_device = keep_places(context)
@@ -285,7 +284,6 @@ class KeptOutputs(Activations):
         return y
 
     def _handed_over(self, mode: _Keeping, run: Forward, x: torch.Tensor, weights: OperatorWeights) -> torch.Tensor:
-        """Runs the forward with a look at the calls that compute what is kept, or notes them."""
         if (found := self._calls_by_shape.get(x.shape)) is not None:
             keeping = _KeepingCalls(mode, *found)
             with handing_over(keeping.hand_over, weights, attention=found[0].attention is not None):

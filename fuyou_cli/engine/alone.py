@@ -114,7 +114,6 @@ class BlockAlone:
         self._forward_backward(given_back)
 
     def _forward_backward(self, forward: Callable[[torch.Tensor, torch.Tensor, list[nn.Parameter]], torch.Tensor]) -> None:
-        """Runs forward by `forward`, which gets the input and the weights, then backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
         with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat) as parameters:
@@ -139,8 +138,6 @@ class BlockAlone:
 
 
 class _Remembering(Sparing):
-    """Copies the result of every operator that can be kept into `outputs`."""
-
     def __init__(self, stage: StageSpec, flat: torch.Tensor, outputs: Outputs) -> None:
         super().__init__(stage, flat)
         self._wanted, self._outputs = {operator.index for operator in stage.operators}, outputs
@@ -175,7 +172,6 @@ class HeadAlone:
         self._part = TokenPart(whole_rows(rows, tokens), cut)
 
     def forward(self) -> None:
-        """Runs the "logits" pass."""
         with torch.no_grad(), self._head.stubbed(), self._stage.installed(self._flat):
             logits = self._head.logits(self._hidden)
             if self._vocabulary is not None:

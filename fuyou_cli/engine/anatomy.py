@@ -119,7 +119,6 @@ class Stage:
 
     @property
     def params(self) -> int:
-        """Counts elements with padding."""
         return self.trained + self.frozen + (0 if self.quantised is None else self.quantised.elements)
 
     @property

@@ -256,7 +256,6 @@ class WithSinks(torch.autograd.Function):
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns what is added to scores."""
     if mask is None or mask.dtype != torch.bool:
         return None if mask is None else mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

@@ -76,7 +76,6 @@ class StageCall:
         return replace(self, positional=positional, named=named)
 
     def output(self, x: torch.Tensor) -> Any:
-        """Returns the output of the stage's own forward for `x`."""
         if self.documents is not None:
             whole = replace(self, documents=None, named=laid_out(self.named, self.documents))
             with attending_apart(self.documents, self.document_step):
@@ -102,7 +101,6 @@ def _of_one_row(key: str, value: Any, x: torch.Tensor) -> Any:
 
 
 def _of_rows(key: str, value: Any, rows: int) -> Any:
-    """Returns an argument for so many rows."""
     return value.repeat(rows, 1, 1) if key == "alibi" and _is_by_head(key, value) else value
 
 
@@ -339,7 +337,6 @@ class _LooksBack(TorchFunctionMode):
 
 
 def _line_of_a_model(error: BaseException) -> str:
-    """Returns the line of the library's own code that read a value."""
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(transformers.__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
@@ -403,7 +400,6 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
 
 
 def _wide_router(model: PreTrainedModel) -> str | None:
-    """Names a parameter beside experts that the family keeps in float32."""
     for name, module in model.named_modules():
         if any(is_experts(part) for part in module.children()):
             for own, parameter in module.named_parameters():
@@ -563,7 +559,6 @@ class ModuleState:
         return changed
 
     def _look(self, name: str, value: Any) -> None:
-        """Remembers what `value` holds, if it can change."""
         if isinstance(value, (*_WITHOUT_PARTS, *_CODE, *_SHARED)) or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -674,7 +669,6 @@ def check_no_fakes(root: nn.Module) -> None:
 
 
 def _fakes(name: str, value: Any, seen: set[int]) -> Iterator[str]:
-    """Yields the names of fake tensors in `value`."""
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -70,7 +70,6 @@ class CompiledBlocks(Activations):
         self._forwards: dict[type[nn.Module], Callable[..., Any]] = {}
 
     def of(self, block: nn.Module) -> Callable[..., Any]:
-        """Returns the replacement for the block's own forward."""
         return partial(self._call, block)
 
     def activations(self, context: Context, uncompiled: Sequence[Activations]) -> list[Activations]:
@@ -159,7 +158,6 @@ class _Saved:
         self._first: dict[int, int] = {}  # by storage: the first of them that lies in it
 
     def enter(self, x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins a visit that brings these."""
         self._brought, self._first = [x, *parameters], {}
         for number, tensor in enumerate(self._brought):
             self._first.setdefault(tensor.untyped_storage()._cdata, number)
@@ -227,7 +225,6 @@ class _GoingOn(torch.autograd.Function):
 
 
 def graph_bytes(run: Forward, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -> int:
-    """Runs a block's forward and returns the bytes that its graph holds."""
     saved = _Saved()
     with torch.enable_grad():
         leaf = x.detach().requires_grad_(True)

@@ -110,7 +110,6 @@ class ComputeWeights:
                 uploaded.arrived.synchronize()
 
     def close(self) -> None:
-        """Ends the threads that decode."""
         if self._decoded is not None:
             self._decoded.close()
 
@@ -146,8 +145,6 @@ ByteRange = tuple[int, int]
 
 
 class Decoder:
-    """Decodes tensors of one format."""
-
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
         """Fills `values` (1-D, compute dtype) with the tensor that lies `at` its place in `bank` (bytes), in the order in
         which it rests (`TensorSpec.transposed`)."""
@@ -191,12 +188,10 @@ class DecodedWeights:
         return flat
 
     def close(self) -> None:
-        """Ends the threads that decode."""
         self._decoder.close()
 
 
 def part(bank: torch.Tensor, at: ByteRange, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a part of a packed tensor."""
     return bank[at[0] : at[0] + at[1]].view(dtype)
 
 
@@ -207,8 +202,6 @@ _BY_BLOCK = {"mxfp4": mxfp4_decode, "nf4": nf4_decode}
 
 
 class HostDecoder(Decoder):
-    """Decodes with the native codecs on several threads."""
-
     def __init__(self, dtype: Dtype, *, threads: int) -> None:
         self._dtype, self._workers = dtype, Workers(threads)
 
@@ -304,7 +297,6 @@ class DeviceDecoder(Decoder):
         return decoded
 
     def _look_up(self, levels: torch.Tensor, codes: torch.Tensor) -> None:
-        """Fills `_values` with the two levels of each byte."""
         pairs = self._pairs[: codes.numel()]
         pairs.copy_(codes)
         torch.index_select(levels, 0, pairs, out=self._values[: 2 * codes.numel()].view(-1, 2))

@@ -236,7 +236,6 @@ class Leaving:
         return event
 
     def settle(self) -> None:
-        """Waits until every result is in its place."""
         while self._under_way:
             self._arrive()
 
@@ -390,13 +389,11 @@ class Computing:
         self._began = self._device.mark()
 
     def end(self) -> None:
-        """Ends the micro-batch under way, if there is one."""
         if self._began is not None:
             self._visit.append((self._began, self._device.mark()))
             self._began = None
 
     def leave(self, phase: str, stage: int) -> None:
-        """Ends the visit."""
         self.end()
         room = _MOST_RECORDED - len(self._seen)
         self._seen += [(phase, stage, number, *marks) for number, marks in enumerate(self._visit[: max(0, room)])]

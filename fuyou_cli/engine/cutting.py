@@ -396,7 +396,6 @@ class Sent:
 
     @property
     def columns(self) -> int:
-        """Counts the columns of what `packed` returns."""
         choices, item = self.weights.shape[1], self.hidden.element_size()
         return self.hidden.shape[1] + choices + choices * self.weights.element_size() // item
 
@@ -422,8 +421,6 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Says which rows one expert has."""
-
     expert: int  # within its range
     tokens: torch.Tensor
     places: torch.Tensor  # among the choices of each token
@@ -519,8 +516,6 @@ class _Added(TorchDispatchMode):
 
 
 class _Followed(Noting):
-    """Tells which zeros it returned."""
-
     def __init__(self, experts: int, added: _Added) -> None:
         super().__init__(experts)
         self._added = added

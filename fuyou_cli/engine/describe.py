@@ -133,7 +133,6 @@ class _Peak:
 
     @classmethod
     def of(cls, size: int, blocks: int = 1) -> _Peak:
-        """Returns the peak of this many blocks of `size` bytes."""
         taken = blocks * alive(size)
         return cls(taken, taken if size >= MAPPED else 0)
 
@@ -398,7 +397,6 @@ class OperatorTrace(Operators):
         return out
 
     def _overwrites(self, tensors: list[torch.Tensor]) -> None:
-        """Notes that an operator writes into some of these tensors."""
         for tensor in tensors:
             _, place = self._outputs.get(tensor.untyped_storage()._cdata, (None, None))
             if place is not None:
@@ -641,7 +639,6 @@ def specified(
 
 
 def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
-    """Adds the counts that neither costs nor stages show."""
     mixture = Mixture.of(anatomy.model.config.get_text_config())
     return replace(
         model,

@@ -150,7 +150,6 @@ class Executor:
         return self._outcome
 
     def _shares(self, ids: torch.Tensor, sweeps: Sequence[tuple[MicroBatch, ...]] | None) -> Sequence[tuple[MicroBatch, ...]]:
-        """Returns the micro-batches of each sweep, whose rows count in the step."""
         count, (rows, width) = self.plan.sweeps, ids.shape
         if sweeps is None:
             assert rows % count == 0, (rows, count)
@@ -160,14 +159,12 @@ class Executor:
         return sweeps
 
     def _divided(self, parts: tuple[MicroBatch, ...], width: int, documents: Documents | None) -> Divided:
-        """Tells how a sweep's share of a step is divided."""
         first, end = parts[0].first, parts[-1].end
         of_rows = None if documents is None else documents[first:end]
         own = tuple(part.after(first) for part in parts)
         return self.streamed.divided(own, of_rows, width, step=self.plan.numerics.document_step)
 
     def _sweep(self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, divided: Divided) -> None:
-        """Runs forward and backward for some rows of the step's batch."""
         seeing = self.attention if self._sees_attention else nullcontext()
         self._sees_attention = False  # attention is the same in every step
         with seeing:
@@ -218,7 +215,6 @@ class Executor:
             activations.forget()
 
     def forget_calls(self) -> None:
-        """Forgets the calls of stages that no backward is to follow."""
         self.streamed.tape.forget()
 
     # ---- updates -------------------------------------------------------------------------------------------------

@@ -141,9 +141,7 @@ class Sink(Protocol):
         """Adds the matrix left x right to the elements of tensor `index` from `first` on."""
         ...
 
-    def add_part(self, index: int, first: int, gradient: torch.Tensor) -> None:
-        """Adds to the elements of tensor `index` from `first` on."""
-        ...
+    def add_part(self, index: int, first: int, gradient: torch.Tensor) -> None: ...
 
 
 class Routes(Protocol):
@@ -171,12 +169,10 @@ class Bank:
 
     @property
     def first(self) -> str:
-        """Returns the name of the first product."""
         return "gate_up_proj" if "gate_up_proj" in self.products else "up_proj"
 
     @property
     def experts(self) -> int:
-        """Counts the experts whose weights it holds."""
         return self.products[self.first].experts
 
 
@@ -192,7 +188,6 @@ class Noting:
     sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def note(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Takes the arguments of `routed`."""
         if self.routes is not None:
             with torch.no_grad():
                 self.routes.of(chosen, self.experts)
@@ -200,7 +195,6 @@ class Noting:
         return torch.zeros_like(hidden)
 
     def pop_sent(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what was noted last, and forgets it."""
         sent, self.sent = self.sent, None
         assert sent is not None, "a block did not call its experts"
         return sent
@@ -259,7 +253,6 @@ class Route:
 
     @classmethod
     def _sorted(cls, chosen: torch.Tensor) -> tuple[Route, torch.Tensor]:
-        """Returns the route without counts, and the sorted choices."""
         values, order = torch.sort(chosen.reshape(-1), stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
@@ -364,8 +357,6 @@ class _Sum(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Multiplies sorted rows with the matrices of their experts."""
-
     saves_by_hooks = True
 
     @staticmethod

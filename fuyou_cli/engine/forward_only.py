@@ -89,7 +89,6 @@ class ForwardOnly:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Prepares model and visits for passes, inside."""
         executor, model = self._executor, self._executor.anatomy.model
         blocks, random = executor.blocks, executor.device.random_state()
         executor.blocks = self._blocks
@@ -190,17 +189,14 @@ class Visited:
 
     @property
     def total_bytes(self) -> int:
-        """Returns the bytes of all stages that a pass reads whole."""
         return sum(self.sizes.values())
 
     @property
     def largest(self) -> int:
-        """Counts the largest one."""
         return max(self.sizes.values(), default=0)
 
     @property
     def least(self) -> int:
-        """Counts the least memory that a pass needs."""
         return min(needed for needed, _, _ in self._choices(SLOTS))
 
     def on_device(self, memory: int) -> frozenset[int]:
@@ -367,7 +363,6 @@ class WeightStream:
     # ---- reading (inside the thread) -------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Asks for as many reads as slots allow, in the order of the visits."""
         while self._asked < self._end:
             owner = self._order[self._asked % len(self._order)]
             is_here = owner in self._resident or any(other == owner for other, _, _ in self._coming)

@@ -103,7 +103,6 @@ class HeadPasses:
     # ---- whole -----------------------------------------------------------------------------------------------------
 
     def _run_whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
-        """Runs one visit, forward and backward at once."""
         visits, head = self.visits, self.head
         stage = visits.model.stages[-1].index
         visit, flat = visits.enter("head", stage)

@@ -53,8 +53,6 @@ class Table:
 
 @dataclass(slots=True)
 class _Fetch:
-    """Holds one fetch under way into the slot at `arena`."""
-
     table: Table
     arena: int
     waiting: list[int] | None = None  # rows still to be submitted; None: not told yet
@@ -94,7 +92,6 @@ class LookedUpRows:
                 self._begin(fetch)
 
     def tell_all(self) -> None:
-        """Tells that the next fetches need all rows."""
         self.tell({stage: torch.arange(table.rows) for stage, table in self._tables.items()})
 
     def expect_others(self) -> None:

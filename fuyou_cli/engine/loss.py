@@ -47,8 +47,6 @@ class _OnlyPiece(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[mis
 
 
 class Head:
-    """Computes logits through the model's own code."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._piece: torch.Tensor | None = None

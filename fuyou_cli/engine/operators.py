@@ -48,7 +48,6 @@ _ATTENTION = frozenset(
 
 
 def name_of(func: Any) -> str:
-    """Returns the operator's name without namespace and overload."""
     name: str = func.overloadpacket.__name__
     return name
 
@@ -104,7 +103,6 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def other_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handles any other operator and returns its result."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,7 +258,6 @@ class Watched(nn.Parameter):
 
 
 def is_linear(handed: HandedCall) -> bool:
-    """Whether a call is torch's linear function without a bias."""
     args = handed.args
     return handed.func is nn.functional.linear and (len(args) == 2 or (len(args) == 3 and args[2] is None))
 

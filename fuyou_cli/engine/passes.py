@@ -47,8 +47,6 @@ class OtherRoots:
 
 
 class _Writers(TorchDispatchMode):
-    """Finds the operators that write into a tensor."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: set[str] = set()
@@ -216,7 +214,6 @@ class RangedPasses(BlockPasses):
         return super().backward(call, ids, grad_y, OtherRoots(sums, lambda parameters, sums: Sent.by(parameters).roots(sums)))
 
     def _choices(self, block: int) -> int:
-        """Returns how many experts of a block a token is sent to."""
         return self.visits.model.stages[block].choices
 
     def _room(self, like: torch.Tensor, columns: int) -> torch.Tensor:
@@ -348,7 +345,6 @@ class EmbeddingPasses(BlockPasses):
         return StepIds(parts, pieces, self.visits.crossings.upload_now, begins=[*begins, ids.numel()])
 
     def _ids_of(self, call: Call, ids: torch.Tensor) -> OfMicroBatches:
-        """Returns what is known of the ids of a call."""
         known = next((part for ids_of_step in self._step_ids if (part := ids_of_step.part(ids)) is not None), None)
         if known is None:
             return self._ids_for(call.stage, ids.cpu()).looked  # sync: the model's own code made these ids

@@ -48,7 +48,6 @@ class RoutedVisit:
         self._sums: list[torch.Tensor] = []  # of the probabilities of this micro-batch
 
     def begin(self, number: int, part: MicroBatch) -> None:
-        """Begins a micro-batch."""
         self._number, self._calls = number, 0
         self._real, self._tokens = self._routing.real_of(part)
         self._sums.clear()
@@ -67,7 +66,6 @@ class RoutedVisit:
         return route
 
     def saw(self, balance: Balance, logits: torch.Tensor) -> None:
-        """Takes the logits of a router."""
         if self._recompute:
             self._sums.append(balance.summed(logits, self._real))
         else:
@@ -210,8 +208,6 @@ class Routing:
 
 
 class Balance:
-    """Sums up the auxiliary loss of a step."""
-
     def __init__(self, model: PreTrainedModel, coefficient: float, device: Device) -> None:
         self.place = _recorder(model).index  # of the logits in what a router returns
         self._experts, self._choices, self._coefficient, self._device = *_sizes(model), coefficient, device
@@ -236,7 +232,6 @@ class Balance:
         self._rows += tokens
 
     def summed(self, logits: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """Returns the sum of the tokens' probabilities, by expert."""
         found = logits.softmax(-1).float()
         return (found if real is None else found * real.unsqueeze(1)).sum(0)
 

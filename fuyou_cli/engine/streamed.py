@@ -36,7 +36,6 @@ class Call:
     of_parts: Sequence[Forward] | None = None
 
     def of(self, number: int) -> Forward:
-        """Returns `run` for the boundary of one micro-batch."""
         return self.run if self.of_parts is None else self.of_parts[number]
 
 
@@ -63,11 +62,9 @@ class Streamed:
     gradient: torch.Tensor | None = None
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds the gradient from one user of the output."""
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def pop_gradient(self) -> torch.Tensor:
-        """Returns the whole gradient and forgets it."""
         gradient, self.gradient = self.gradient, None
         assert gradient is not None, self.call.stage
         return gradient
@@ -251,7 +248,6 @@ class StreamedModel:
         return hidden
 
     def close(self) -> None:
-        """Gives the model its own forwards and buffers back."""
         self._between.put_back()
         for state in self._states:
             state.begin(look=True)

@@ -142,8 +142,6 @@ _NOTHING = Result(*[0] * len(Result._fields))
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """One stage's memory on the device."""
-
     weights: torch.Tensor  # trained ones, which `state` has too, then frozen ones
     state: DeviceState
     gradients: torch.Tensor | None  # None: gradients do not rest
@@ -159,8 +157,6 @@ class _Home:
 
 @dataclass(slots=True)
 class _Updating:
-    """An update that ends with a copy on the store."""
-
     finite: _Finite
     copy: StageCopy
 
@@ -308,7 +304,6 @@ class DeviceStates:
         return found
 
     def close(self) -> None:
-        """Ends the thread that copies."""
         self.copies.close()
 
 
@@ -338,14 +333,12 @@ class DeviceState:
     variance: torch.Tensor
 
     def part(self, begin: int, end: int) -> DeviceState:
-        """Returns the same for parameters [begin, end)."""
         rest = None if self.remainder is None else self.remainder[begin:end]
         weights, momentum, variance = (one[begin:end] for one in (self.weights, self.momentum, self.variance))
         return DeviceState(weights=weights, remainder=rest, momentum=momentum, variance=variance)
 
 
 def rounded_scalars(scalars: Scalars, weight_decay: float) -> Rounded:
-    """Returns the scalars of a segment with this weight decay."""
     optimizer, step, lr = scalars.optimizer, scalars.step, scalars.lr
     blend = 1.0 - optimizer.beta1
     from_gradient = abs(blend) >= 0.5
@@ -522,8 +515,6 @@ class StagedCopies:
 
 
 class StageCopy:
-    """Copies one stage's tensors to the store."""
-
     def __init__(self, copies: StagedCopies, stage: int, extents: Extents) -> None:
         self._copies, self._stage = copies, stage
         self._pieces = self._cut(extents)

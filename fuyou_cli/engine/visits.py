@@ -46,14 +46,11 @@ class VisitInterval:
 
 
 class Watcher(Protocol):
-    """Watches how a step goes on."""
-
     between_micro_batches: Callable[[], None]
     after_visit: Callable[[Visit], None]
 
 
 def _shown_phase(visit: Visit) -> str:
-    """Returns what timeline and trace call a visit's phase."""
     return "norm" if visit.measures else "backward" if visit.again else visit.phase
 
 

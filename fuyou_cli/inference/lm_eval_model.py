@@ -115,7 +115,6 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         return answers
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates as `hf` does, with the weights of the model open."""
         if not requests:
             return []
         new = max(normalize_gen_kwargs(one.args[1], self.max_gen_toks)["max_gen_toks"] for one in requests)

@@ -193,7 +193,6 @@ def _where_its_store_is(output_dir: Path) -> str:
 
 
 def _not_exported(output_dir: Path) -> UsageError:
-    """Returns the error for a run's output folder in which there is no model yet."""
     saved = _where_its_store_is(output_dir)
     return UsageError(
         f"{output_dir}: its run has not exported a model yet",
@@ -254,7 +253,6 @@ class _InPlace:
     more: int
 
     def reading(self, reader: TensorReader) -> ReadPages:
-        """Returns what reads a piece of a stage."""
         files, begins = list(self.begins), list(self.begins.values())
         sizes = {file: file.stat().st_size for file in files}
 
@@ -320,7 +318,6 @@ def _of_store(found: FoundModel, state: OpenStore, weights: StoreWeights | Merge
 
 
 def _in_pieces(elements: Callable[[int, int], memoryview], into: torch.Tensor, first: int) -> None:
-    """Fills `into` with elements from `first` on."""
     for begin in range(0, into.numel(), _READ):
         part = into[begin : begin + _READ]
         part.view(torch.uint8).numpy().data[:] = elements(first + begin, part.numel())

@@ -224,8 +224,6 @@ class _Shown(TextStreamer):  # type: ignore[misc]
 
 
 class _Counted(BaseStreamer):  # type: ignore[misc]
-    """Calls `step` for every position."""
-
     def __init__(self, step: Callable[[], None] | None) -> None:
         self._step = step
 

@@ -130,7 +130,6 @@ class Device:
         return 0
 
     def seed(self, seed: int) -> None:
-        """Seeds the generators that compute on this device draws from."""
         # Torch.manual_seed would format a stack for every backend that is not started: 0.3 ms.
         torch.default_generator.manual_seed(seed)
 

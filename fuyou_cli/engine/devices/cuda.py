@@ -102,7 +102,6 @@ class CudaCopies:
         self._copies.append((up, begin, end, size))
 
     def take_ended(self) -> list[tuple[bool, CudaEvent, CudaEvent, int]]:
-        """Returns the copies that have ended, and forgets them."""
         ended: list[tuple[bool, CudaEvent, CudaEvent, int]] = []
         for _ in range(len(self._copies)):
             copy = self._copies.popleft()
@@ -175,8 +174,6 @@ def _unregister(address: int) -> None:
 
 
 class CudaSquares:
-    """Squares on their way to their own pinned memory."""
-
     def __init__(self, host: torch.Tensor, arrived: CudaEvent) -> None:
         self._host, self._arrived = host, arrived
 
@@ -383,7 +380,6 @@ class PinnedMemory:
         self._incomplete = False  # some memory is not registered, or not in one piece
 
     def pin(self, host: torch.Tensor) -> int:
-        """Registers `host`. Returns the bytes that could not be registered."""
         begin, end = _extent(host)
         self._asked.append((begin, end))
         self._held.append(host)
@@ -432,7 +428,6 @@ class Staging:
         return StagedCopy(self._thread.submit(self._stage, source, target, copy))
 
     def synchronize(self) -> None:
-        """Waits until everything asked for so far has been copied."""
         nothing = torch.empty(0, dtype=torch.uint8)
         self.submit(nothing, nothing, lambda source, target: _never()).synchronize()
 
@@ -487,7 +482,6 @@ def _never() -> Event:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first address and one past the last."""
     begin = tensor.data_ptr()
     if tensor.numel() == 0:
         return begin, begin

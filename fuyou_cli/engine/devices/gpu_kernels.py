@@ -192,7 +192,6 @@ def agrees(kernel: Square, dtype: torch.dtype, lanes: torch.Tensor) -> bool:
 
 
 def square_definitions(*, narrow: bool, few: int = FEW, most: int = SQUARE_LANES) -> list[str]:
-    """Returns the compiler's options for these sizes and values."""
     sizes = {"COLUMNS": _COLUMNS, "ROWS": _ROWS, "FEW": few, "GROUPS": most // few // _ROWS, "NARROW": int(narrow)}
     return [*(f"-D{name}={size}" for name, size in sizes.items()), f"-DVALUE={'short' if narrow else 'float'}"]
 
@@ -304,7 +303,6 @@ def adamw_kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients
 
 
 def adamw_definitions(narrow_weights: bool, narrow_gradients: bool) -> list[str]:
-    """Returns the compiler's options that choose the dtypes."""
     kinds = [("WEIGHT", narrow_weights), ("GRADIENT", narrow_gradients)]
     types = [f"-D{name}={'short' if narrow else 'float'}" for name, narrow in kinds]
     return types + [f"-DNARROW_{name}S={int(narrow)}" for name, narrow in kinds]
