@@ -247,7 +247,8 @@ class DeviceDecoder(Decoder):
         self._at_once, blocks = at_once, at_once // NF4_BLOCK
         scratch = device.empty(decode_scratch(at_once))
         sizes = (4 * at_once, 2 * at_once, 4 * blocks, 4 * blocks)
-        values, pairs, maxima, places = _cut(scratch, sizes)
+        parts: tuple[torch.Tensor, ...] = scratch.split(sizes)
+        values, pairs, maxima, places = parts
         self._values, self._maxima = values.view(torch.float32), maxima.view(torch.float32)
         self._pairs, self._places = pairs.view(torch.int32), places.view(torch.int32)
         self._levels = torch.from_numpy(nf4_pairs()).to(device.torch_device)
@@ -318,11 +319,6 @@ class DeviceDecoder(Decoder):
         outer = part(bank, at.outer, torch.float32)[first // DYNAMIC_BLOCK : -(-last // DYNAMIC_BLOCK)]
         self._maxima[: outer.numel() * DYNAMIC_BLOCK].view(-1, DYNAMIC_BLOCK).mul_(outer[:, None])
         return self._maxima[:count].add_(part(bank, at.mean, torch.float32))
-
-
-def _cut(memory: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    parts: tuple[torch.Tensor, ...] = memory.split(sizes)
-    return parts
 
 
 def _squares(count: int) -> list[tuple[int, int, int]]:

@@ -390,17 +390,14 @@ class OperatorTrace(Operators):
         self._work(func, args)
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._overwrites(_tensors((args, kwargs)))
+            for tensor in _tensors((args, kwargs)):
+                _, place = self._outputs.get(tensor.untyped_storage()._cdata, (None, None))
+                if place is not None:
+                    self.found[place] = replace(self.found[place], overwritten=True)
         if not name_of(func).startswith(_SHAPE_ONLY):
             written = (args, kwargs) if func._schema.is_mutable else ()
             self._influence.pass_on((args, kwargs), (out, written))
         return out
-
-    def _overwrites(self, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            _, place = self._outputs.get(tensor.untyped_storage()._cdata, (None, None))
-            if place is not None:
-                self.found[place] = replace(self.found[place], overwritten=True)
 
     def _work(self, func: Any, args: Any) -> tuple[float, str, int]:
         """Returns the FLOPs of one operator, the weight it uses, and where that weight begins ("" and -1 for none). A product
@@ -635,25 +632,17 @@ def specified(
         for layer, stage in enumerate(stage for stage in model.stages if stage.kind == "block"):
             stages[stage.index] = replace(stage, forward_flops=_block_flops(stage, layer, text, shape))
         model = with_frozen_work(replace(model, stages=tuple(stages)), tokens=micro_batch_size * max_seq_len)
-    return _counted(model, anatomy)
-
-
-def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
     mixture = Mixture.of(anatomy.model.config.get_text_config())
+    in_float32 = (  # elements that a bfloat16 model of this family keeps in float32: created so, or listed by its class
+        parameter.numel()
+        for name, parameter in anatomy.model.named_parameters()
+        if parameter.dtype == torch.float32 or stays_float32(anatomy.model, name)
+    )
     return replace(
         model,
         inactive_parameters=sum(mixture.inactive(stage.tensors) for stage in model.stages),
         inactive_frozen=sum(mixture.inactive(t for t in stage.tensors if t.frozen) for stage in model.stages),
-        float32_parameters=_kept_in_float32(anatomy.model) if model.compute_dtype == "bfloat16" else 0,
-    )
-
-
-def _kept_in_float32(model: PreTrainedModel) -> int:
-    """Counts elements that a bfloat16 model of this family keeps in float32: created so, or listed by its class."""
-    return sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.dtype == torch.float32 or stays_float32(model, name)
+        float32_parameters=sum(in_float32) if model.compute_dtype == "bfloat16" else 0,
     )
 
 

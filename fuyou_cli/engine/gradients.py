@@ -281,30 +281,22 @@ class GradientSums:
 
     def end(self, visit: Visit, owner: int, total: GradientSum | None) -> None:
         """Hands over the stage's gradients at the end of a visit, or lets them rest if more will come."""
-        if visit.rest:
-            self.rest(owner, total)
-        elif visit.measures or visit.again:
-            self._bring(owner, total, partial(self._hand_over, owner), look=visit.measures, leaves=visit.again)
-        else:
-            self.close(owner, total)
-
-    def close(self, owner: int, total: GradientSum | None) -> None:
-        """Hands over the stage's complete gradients once they are in host memory."""
-        self._bring(owner, total, partial(self._hand_over, owner), look=True)
-
-    def rest(self, owner: int, total: GradientSum | None) -> None:
-        """Lets the sum rest after one of two users, or a sweep, has added its gradients. Another resumes it."""
-        if total is not None:
+        if total is None:
+            return
+        if visit.rest:  # one of two users, or a sweep, has added its gradients; another resumes the sum
             self._touched[owner] = set(total.touched)
-        self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
+            self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
+        else:
+            # A first backward that measures the norm needs the squares alone; the one that follows has them already.
+            once = not (visit.measures or visit.again)
+            hand_over = partial(self._hand_over, owner)
+            self._bring(owner, total, hand_over, look=once or visit.measures, leaves=once or visit.again)
 
     def _bring(
-        self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor, list[float] | None], None], *, look: bool,
+        self, owner: int, total: GradientSum, then: Callable[[torch.Tensor, list[float] | None], None], *, look: bool,
         leaves: bool = True,
     ) -> None:  # fmt: skip
         """Brings a sum to its home or slot and calls `then`. If it does not leave, nothing but its squares is needed."""
-        if total is None:
-            return
         total.complete()
         del self._sums[owner]
         span = self.residency.acquire_gradients(owner)

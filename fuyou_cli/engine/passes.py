@@ -191,7 +191,7 @@ class RangedPasses(BlockPasses):
         whole = sent.settled()
         sums = self._room(y, y.shape[-1])
         for stage in ranges:
-            self._add(stage, whole, sums, y, choices=self._choices(call.stage))
+            self._add(stage, whole, sums, y, choices=self.visits.model.stages[call.stage].choices)
         return y
 
     def backward(
@@ -201,7 +201,7 @@ class RangedPasses(BlockPasses):
         ranges = model.ranges(call.stage)
         if not ranges:
             return super().backward(call, ids, grad_y)
-        goes_back, choices = model.stages[call.stage].goes_back, self._choices(call.stage)
+        goes_back, choices = model.stages[call.stage].goes_back, model.stages[call.stage].choices
         sums = self._room(grad_y, grad_y.shape[-1] + choices) if goes_back else None
         sent: torch.Tensor | None = None
         for stage in reversed(ranges):
@@ -212,9 +212,6 @@ class RangedPasses(BlockPasses):
         if sums is None:
             return None
         return super().backward(call, ids, grad_y, OtherRoots(sums, lambda parameters, sums: Sent.by(parameters).roots(sums)))
-
-    def _choices(self, block: int) -> int:
-        return self.visits.model.stages[block].choices
 
     def _room(self, like: torch.Tensor, columns: int) -> torch.Tensor:
         """Returns room for sums of the whole batch. They are in float32: rounding after each range would make the result depend

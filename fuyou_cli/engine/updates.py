@@ -155,12 +155,6 @@ class _Home:
         return found
 
 
-@dataclass(slots=True)
-class _Updating:
-    finite: _Finite
-    copy: StageCopy
-
-
 @dataclass(frozen=True, slots=True)
 class _Finite:
     """The check of whether an update's masters are finite, on its way to the host."""
@@ -200,7 +194,7 @@ class DeviceStates:
         self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if on_device else None
         self.copies = StagedCopies(slots=plan.staging_slots, daemon=context.daemon, memory=context.memory, device=device)
         self._tickets = count(-1, -1)  # negative, so that they differ from the daemon's tickets
-        self._updating: dict[int, _Updating | None] = {}
+        self._updating: dict[int, tuple[_Finite, StageCopy] | None] = {}  # by ticket; None: ends on the device
         self._unknown: deque[_Finite] = deque()
 
     def _open(self, stage: StageSpec, *, rests: bool) -> _Home:
@@ -245,7 +239,11 @@ class DeviceStates:
         self.look()
         home, stage = self.homes[record.stage], self.model.stages[record.stage]
         scalars: Scalars = record.due
-        self._begin_with_zeros(home.state, record)
+        # Never written so far: the device's memory is allocated uninitialized.
+        for zeroed in (home.state.momentum, home.state.variance) if record.zero_moments else ():
+            zeroed.zero_()
+        if record.zero_remainder and home.state.remainder is not None:
+            home.state.remainder.zero_()
         assert self._adamw is not None and home.summed is not None
         segments = [] if scalars.skipped else segments_of(stage, weight_decay=scalars.optimizer.weight_decay)
         worst = self._adamw.update(home.state, home.summed, scalars, segments)
@@ -254,18 +252,11 @@ class DeviceStates:
         if copied:
             written: Extents = {name: at for name, at in self.at_rest(record.stage, target).items() if name != "frozen"}
             copy = self.copies.begin(record.stage, written)
-            self._updating[ticket] = _Updating(finite, copy)
+            self._updating[ticket] = finite, copy
         else:
             self._updating[ticket] = None
             self._unknown.append(finite)
         return ticket
-
-    def _begin_with_zeros(self, state: DeviceState, record: Record) -> None:
-        if record.zero_moments:
-            state.momentum.zero_()
-            state.variance.zero_()
-        if record.zero_remainder and state.remainder is not None:
-            state.remainder.zero_()
 
     def poll(self, ticket: int) -> Result | None:
         """Returns the result of an update once. Returns None while it is on its way to the store."""
@@ -273,11 +264,12 @@ class DeviceStates:
         if updating is None:
             del self._updating[ticket]
             return _NOTHING
-        sums = updating.copy.advance()
-        if sums is None or not updating.finite.worst.done():
+        finite, copy = updating
+        sums = copy.advance()
+        if sums is None or not finite.worst.done():
             return None
         del self._updating[ticket]
-        updating.finite.check(narrow=self._narrow)
+        finite.check(narrow=self._narrow)
         return _NOTHING._replace(**{f"{name}_sum": total for name, total in sums.items()})
 
     def look(self) -> None:

@@ -104,19 +104,15 @@ def _rows(recipe: Recipe, found: FoundModel, stack: ExitStack, say: Say) -> dict
     if not cache.is_dir():
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuyou-rows-")))
     say("reading and tokenising the data")
-    sets = evaluation_rows(recipe, _tokenizer_dir(recipe, found, say), cache=cache, say=say)
+    named = recipe.tokenizer.name_or_path
+    tokenizer_dir = found.folder if named is None else resolve(named, tokenizer_only=True, say=say)
+    sets = evaluation_rows(recipe, tokenizer_dir, cache=cache, say=say)
     vocabulary = int(found.anatomy.model.get_input_embeddings().weight.shape[0])
     for rows in sets.values():
         check_tokens(recipe, vocabulary, rows.summary)
         for note in rows.summary.notes:
             say(f"note: {note}")
     return sets
-
-
-def _tokenizer_dir(recipe: Recipe, found: FoundModel, say: Say) -> Path:
-    """Returns the folder of the recipe's tokenizer, or of the model's own."""
-    named = recipe.tokenizer.name_or_path
-    return found.folder if named is None else resolve(named, tokenizer_only=True, say=say)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------

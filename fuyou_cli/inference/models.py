@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -312,12 +311,8 @@ def _of_store(found: FoundModel, state: OpenStore, weights: StoreWeights | Merge
             )
 
     def read(name: str, into: torch.Tensor, first: int) -> None:
-        _in_pieces(partial(weights.read, known[stored_as[name]]), into, first)
+        for begin in range(0, into.numel(), _READ):
+            part = into[begin : begin + _READ]
+            part.view(torch.uint8).numpy().data[:] = weights.read(known[stored_as[name]], first + begin, part.numel())
 
     return read
-
-
-def _in_pieces(elements: Callable[[int, int], memoryview], into: torch.Tensor, first: int) -> None:
-    for begin in range(0, into.numel(), _READ):
-        part = into[begin : begin + _READ]
-        part.view(torch.uint8).numpy().data[:] = elements(first + begin, part.numel())

@@ -301,12 +301,10 @@ class Residency:
         if plan.gradients_extent is None or record.gradient_slot is None:
             return
         self.moving.add(stage)
+        # Behind fetches, which compute waits for, and before updates: the write frees a slot that backward waits for.
+        slot, extent = record.gradient_slot, plan.gradients_extent
         record.gradient_write = self.transfers.write(
-            record.gradient_slot.offset,
-            plan.gradients_extent.offset,
-            plan.gradients_extent.size,
-            priority=FETCH_PRIORITY + 1,
-            label=stage,
+            slot.offset, extent.offset, extent.size, priority=FETCH_PRIORITY + 1, label=stage
         )
 
     def try_resume_gradients(self, stage: int) -> bool:
@@ -321,15 +319,12 @@ class Residency:
             free = self.free_gradients[plan.slot_class]
             if not free:
                 return False
-            assert plan.gradients_extent is not None
-            record.gradient_slot = free.pop()
+            extent = plan.gradients_extent
+            assert extent is not None
+            record.gradient_slot = slot = free.pop()
             self.moving.add(stage)
             record.gradient_read = self.transfers.read(
-                record.gradient_slot.offset,
-                plan.gradients_extent.offset,
-                plan.gradients_extent.size,
-                priority=FETCH_PRIORITY,
-                label=stage,
+                slot.offset, extent.offset, extent.size, priority=FETCH_PRIORITY, label=stage
             )
         record.gradients = "resumed"
         return True
