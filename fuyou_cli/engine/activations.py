@@ -276,6 +276,7 @@ class KeptOutputs(Activations):
         copies = [*mode.copies.values(), *mode.put_later()]
         self._leaving.append(copies)
         self._began(self._stage.index, *copies)
+        # Outputs hold the device's memory until they are copied: so no more than two micro-batches hold some.
         while len(self._leaving) > 1:
             events = self._leaving.pop(0)
             with nullcontext() if all(event.done() for event in events) else self._waiting(BOUNDARIES_ACROSS):
@@ -547,7 +548,8 @@ class Boundaries:
         self._kinds: dict[int, _Kind] = {}
         self._unsealed: set[int] = set()
         self._copies: dict[int, deque[Event]] = {}  # by stage: copies into its place in forward, out of it in backward
-        self._after = deque[tuple[int, Callable[[int], None]]]()  # stages, and what to do after their copies
+        # Stages, and what to do after their copies. Only the first is looked at: copies end in about the order they begin in.
+        self._after = deque[tuple[int, Callable[[int], None]]]()
 
     def stash(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...], wait_until: WaitUntil) -> None:
         """Keeps a copy of `boundary` (host memory). The copy is complete, unless outputs will be stored beside it."""

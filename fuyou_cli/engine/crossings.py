@@ -101,10 +101,11 @@ class Inputs:
         size = host.numel() * host.element_size()
         self._places.append(self._places.pop(0))
         self._next = place = self._places[-1]
-        if size > place.memory.numel():
+        if size > place.memory.numel():  # fresh memory, which submitted compute may still use: the copy waits for all of it
             target = self._device.empty_like(host)
             return target, self._device.upload(host, target)
         target = place.memory[:size].view(host.dtype).view(host.shape)
+        # The place that computes has no event for its last reader yet (`turn`): there, too, the copy waits for all compute.
         return target, self._device.upload(host, target, after=None if place is self._computing else place.used)
 
     def turn(self) -> None:
@@ -337,7 +338,7 @@ class WholeBatches:
             # Small tensors, like those that all rows share, take no span of a whole batch.
             fills = span.size / 2 < size <= span.size
             if fills and (lent is None or lent() is None):
-                self._spans.append(self._spans.pop(number))
+                self._spans.append(self._spans.pop(number))  # taken last: copies out of it get the longest time to end
                 for event in self._read.pop(span.offset, []):
                     event.wait()
                 flat, self._lent[span.offset] = self._lend_span(span, size)

@@ -225,6 +225,7 @@ class GradientSums:
         self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype], plan.sweeps)
         longest = max(tensor.numel for stage in model.stages for tensor in stage.tensors) if device.separate else 0
         self._lanes = device.empty(8 * square_lanes(longest) if device.separate else 0)
+        # Handed over in the order in which they left, so updates begin in the order of backward.
         self._downloads: list[_Download] = []
 
     def _open_spans(self, item: int, sweeps: int) -> list[_Span]:

@@ -87,7 +87,7 @@ class DaemonMoves:
         self._tick, self._patience = tick, patience
         self.committing: Committing = NoCheckpoints()
         self.rows = LookedUpRows(model=model, plan=plan, daemon=daemon, memory=context.memory)
-        self._open: deque[_HostWait] = deque()
+        self._open: deque[_HostWait] = deque()  # not read yet: the host would lose its lead over a device
         self._waits: deque[ComputeWait] = deque(maxlen=_MOST_WAITS)
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
 
@@ -125,6 +125,7 @@ class DaemonMoves:
         if result.nonfinite:
             name = self.model.stages[record.stage].name
             raise lost(f"{result.nonfinite} weights of {name}", generation=record.generation + 1)
+        # A manifest names what a commit wrote by these sums; frozen weights keep theirs.
         written = self.residency.commits.is_written(record.generation + 1)
         record.sums = sums_of(result, self.plan.stages[record.stage], record.sums, copied=written)
 

@@ -74,6 +74,7 @@ class BlockPasses:
         block sends to experts that are stages of their own."""
         visits = self.visits
         with visits.forward(call.stage, x) as (visit, parameters):
+            # Micro-batches seed the device. What the model's own forward draws between stages must not depend on that.
             state = visits.device.random_state()
             y = self.compute(call, x, parameters, stash=visit.stash and visits.device.separate, sent=sent)
             visits.device.restore_random_state(state)
@@ -95,7 +96,7 @@ class BlockPasses:
         with self._watch_routing(call.stage, parameters, recompute=False) as routed:
             for number, micro_batch in enumerate(micro_batches):
                 (part,) = arriving.take()
-                version = part._version
+                version = part._version  # a stage that writes into its input may change what is on its way to the host
                 if stash:
                     kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
                     visits.boundaries.awaits(call.stage, kept)

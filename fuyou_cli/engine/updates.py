@@ -255,7 +255,7 @@ class DeviceStates:
             self._updating[ticket] = finite, copy
         else:
             self._updating[ticket] = None
-            self._unknown.append(finite)
+            self._unknown.append(finite)  # for a later `look`: to ask now would wait for the device
         return ticket
 
     def poll(self, ticket: int) -> Result | None:
@@ -353,7 +353,7 @@ class DeviceAdamW:
         self._count = scratch.numel() // (UPDATE_SCRATCH * 4)
         floats = scratch[: self._count * UPDATE_SCRATCH * 4].view(torch.float32)
         self._floats = floats.split(self._count)
-        self._divisor = torch.zeros((), device=scratch.device)
+        self._divisor = torch.zeros((), device=scratch.device)  # by one on the host torch multiplies with its reciprocal
         self._worst = torch.zeros((), dtype=torch.int32, device=scratch.device)
         self._kernels: dict[tuple[bool, bool], Launch | None] = {}
 

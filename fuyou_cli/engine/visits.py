@@ -210,7 +210,7 @@ class Visits:
         kept = self.boundaries.take(stage, self.residency.wait_until) if visit.take else []
         total = self.sums.open(stage, resume=visit.resume)
         yield visit, flat, kept, total
-        if visit.take:
+        if visit.take:  # a backward that measures the norm is followed by one that needs the input again
             (self.boundaries.leave if visit.measures else self.boundaries.drop)(stage)
         self.sums.end(visit, stage, total)
         self.leave(visit)

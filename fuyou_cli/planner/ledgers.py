@@ -194,7 +194,7 @@ class Residency:
         if record.span is None and not self._take_slot(record):
             return False
         self.hold(record)
-        record.kept = False
+        record.kept = False  # from here on the holder keeps the span
         return True
 
     def _computed_with(self, visit: Visit) -> Record | None:
@@ -274,6 +274,7 @@ class Residency:
 
     def _free_if_idle(self, record: Record) -> None:
         updating = record.update is not None and not self._has_home(record)
+        # A fetch writes into the slot and an update reads it, whoever has let go: requests are never called back.
         needed = record.held or record.kept or updating or record.fetches
         if record.slotted and not needed:
             assert record.span is not None
@@ -313,6 +314,7 @@ class Residency:
         record, plan = self.records[stage], self.plan.stages[stage]
         if record.gradients == "resumed":
             return True
+        # Not while they are written: requests run beside each other, and a read might overtake the write.
         if record.gradients == "summed" or record.gradient_write is not None:
             return False
         if _gradients_home(plan) is None:
@@ -388,8 +390,7 @@ class Residency:
         self._runner.end_update(record, result)
         record.turn = self.commits.next_turn(record.turn, record.generation)
         record.generation += 1
-        record.zero_moments = False
-        record.zero_remainder = False
+        record.zero_moments = record.zero_remainder = False
         self._reach(record.generation)
         self._join(record)
         self._free_gradient_slot(record)
