@@ -498,7 +498,7 @@ def with_frozen_work(model: ModelSpec, *, tokens: int) -> ModelSpec:
     """Says which stages backward visits and what it computes there. `tokens`: of a micro-batch.
 
     It ends at the lowest stage with something to learn. Nothing is kept of the stages below."""
-    lowest = next(_learning(model), 0)
+    lowest = next((stage.index for stage in model.stages if model.stages[model.owner(stage.index)].trained), 0)
     stages = []
     for stage in model.stages:
         learns = model.stages[model.owner(stage.index)].trained > 0
@@ -512,11 +512,6 @@ def with_frozen_work(model: ModelSpec, *, tokens: int) -> ModelSpec:
             )
         stages.append(spared)
     return replace(model, stages=tuple(stages))
-
-
-def _learning(model: ModelSpec) -> Iterator[int]:
-    """Yields the stages that compute with a trained parameter, the lowest first."""
-    return (stage.index for stage in model.stages if model.stages[model.owner(stage.index)].trained)
 
 
 def _frozen_flops(model: ModelSpec, stage: StageSpec, tokens: int) -> float:

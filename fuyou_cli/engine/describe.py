@@ -381,7 +381,7 @@ class OperatorTrace(Operators):
         out = func(*args, **kwargs)
         of_weights = not self._influence.pass_on((args, kwargs), out, by=index)
         name = f"{kind} {weight.removesuffix('.weight')}" if weight else kind
-        size = _attention_bytes(args[0], out) if kind == "attention" else _bytes(out)
+        size = _attention_bytes(args[0], out) if kind == "attention" else out.nbytes
         self._outputs |= {leaf.untyped_storage()._cdata: (leaf.untyped_storage(), len(self.found)) for leaf in _tensors(out)}
         self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size, weight=offset, of_weights=of_weights))
         return out
@@ -463,14 +463,10 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _bytes(out: torch.Tensor) -> int:
-    return out.numel() * out.element_size()
-
-
 def _attention_bytes(query: torch.Tensor, outputs: Any) -> int:
     """Returns the bytes of the output and, per head and token, of the float32 log-sum-exp that backward needs on any device."""
     summaries = 4 * query.shape[:-2].numel() * align_up(query.shape[-2], SUMMARY_TOKENS)
-    return align_up(_bytes(outputs[0]), OUTPUT_ALIGN) + summaries
+    return align_up(outputs[0].nbytes, OUTPUT_ALIGN) + summaries
 
 
 # ---- a block without its experts, and these --------------------------------------------------------------------------------

@@ -437,7 +437,12 @@ class StreamedLosses:
         tokens = TokenLoss.of(targets.to(device))
         for index, stage in enumerate(anatomy.stages):
             if stage.kind == "head":
-                self._fold(index, hidden, tokens, first=stage.vocabulary[0] if stage.vocabulary else 0)
+                first = stage.vocabulary[0] if stage.vocabulary else 0
+                with torch.no_grad(), self._head.stubbed(), self.weights.installed(index):
+                    for part in self._parts:
+                        some = part.of(hidden).contiguous().to(device)
+                        for cut in pieces(some.shape[0], some.shape[1], numerics.head_chunk_tokens):
+                            tokens.fold(TokenPart(part, cut), self._head.logits(some[cut]), first=first)
         return tokens
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -470,13 +475,6 @@ class StreamedLosses:
         if id(value) not in self._shared:
             self._shared[id(value)] = (value, value.to(self.weights.device))
         return self._shared[id(value)][1]
-
-    def _fold(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss, *, first: int) -> None:
-        with torch.no_grad(), self._head.stubbed(), self.weights.installed(stage):
-            for part in self._parts:
-                batch = part.of(hidden).contiguous().to(self.weights.device)
-                for cut in pieces(batch.shape[0], batch.shape[1], self._numerics.head_chunk_tokens):
-                    tokens.fold(TokenPart(part, cut), self._head.logits(batch[cut]), first=first)
 
 
 def _mapped(size: int, *, huge: bool = False) -> torch.Tensor:

@@ -83,16 +83,14 @@ class LookedUpRows:
             self._begin(fetch)
         return self._tickets
 
-    def tell(self, rows: Mapping[int, torch.Tensor]) -> None:
-        """Tells the distinct rows, by stage, that the next fetch of each table needs: 1-D, in host memory."""
+    def tell(self, rows: Mapping[int, torch.Tensor] | None) -> None:
+        """Tells the distinct rows, by stage, that the next fetch of each table needs: 1-D, in host memory; None: all of
+        them."""
         for stage, table in self._tables.items():
-            table.wanted = rows[stage]
+            table.wanted = torch.arange(table.rows) if rows is None else rows[stage]
         for fetch in self._fetches.values():
             if fetch.waiting is None:
                 self._begin(fetch)
-
-    def tell_all(self) -> None:
-        self.tell({stage: torch.arange(table.rows) for stage, table in self._tables.items()})
 
     def expect_others(self) -> None:
         """Takes note that the model looks up ids that nobody told. Raises UsageError if a table was fetched by rows before."""

@@ -137,10 +137,7 @@ class Visits:
         rows."""
         for stage in self.moves.rows.stages:
             self.weights.forget(stage)
-        if rows is None:
-            self.moves.rows.tell_all()
-        else:
-            self.moves.rows.tell(rows)
+        self.moves.rows.tell(rows)
 
     # ---- a visit -------------------------------------------------------------------------------------------------
 

@@ -141,9 +141,12 @@ class Evaluations:
     def _losses(self, step: int) -> list[EvalReport]:
         """Evaluates every set with the weights after `step`. Raises what a callback of the executor raises, after which the
         run may go on or be saved."""
+        names = list(self._sets)
         with self._forward.open():
-            names = list(self._sets)
-            reports = [self._evaluate(name, step, last=name == names[-1]) for name in names]
+            reports = [
+                evaluated(name, rows, self._forward.losses, self._numerics, step=step, last=name == names[-1])
+                for name, rows in self._sets.items()
+            ]
         least = self._stopping.min_delta if self._stopping is not None else 0.0
         found = after(self._standing.evaluated, step, reports[0].loss, least)
         self._result = replace(found, set_name=names[0], set_digest=self._sets[names[0]].summary.digest)
@@ -162,10 +165,6 @@ class Evaluations:
         self._standing.evaluated = self._result or replace(before, step=step)
         self._result = None
         return []
-
-    def _evaluate(self, name: str, step: int, *, last: bool) -> EvalReport:
-        forward = self._forward
-        return evaluated(name, self._sets[name], forward.losses, self._numerics, step=step, last=last)
 
 
 def of_own_length(numerics: Numerics, model: PreTrainedModel) -> Numerics:
