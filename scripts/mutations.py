@@ -110,8 +110,8 @@ ENGINE = (
         "engine/test_exact.py engine/test_equal_bits.py engine/test_update_times.py",
     ),
     Mutation(
-        "if not math.isfinite(value):\n            found =",
-        "if math.isnan(value):\n            found =",
+        "if not math.isfinite(value):\n            not_finite =",
+        "if math.isnan(value):\n            not_finite =",
         "engine/test_numerics_errors.py engine/test_squares.py",
     ),
     Mutation(

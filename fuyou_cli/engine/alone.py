@@ -94,21 +94,21 @@ class BlockAlone:
 
     def backward_from_kept(self) -> None:
         """Runs backward as if every output that can be kept was kept."""
-        kept = self._outputs
-        if not kept:
-            notes = Notes(kept, lambda: (0, 0))
+        outputs = self._outputs
+        if not outputs:
+            notes = Notes(outputs, lambda: (0, 0))
 
             def noted(x: torch.Tensor, flat: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
                 weights = {operator: parameters[number] for operator, number in (self._numbers or {}).items()}
-                with handing_over(notes.hand_over, weights, attention=True), _Remembering(self._spec, flat, kept):
+                with handing_over(notes.hand_over, weights, attention=True), _Remembering(self._spec, flat, outputs):
                     return self._call.run(x)
 
             self._forward_backward(noted)
             self._calls = notes.calls()
-        values: Arrived = {index: (list(output[0]), []) for index, output in kept.items()}
+        values: Arrived = {index: (list(output[0]), []) for index, output in outputs.items()}
 
         def given_back(x: torch.Tensor, flat: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
-            with GivingBack(values, kept, self._spec, flat).inside(self._calls, self._numbers, parameters):
+            with GivingBack(values, outputs, self._spec, flat).inside(self._calls, self._numbers, parameters):
                 return self._call.run(x)
 
         self._forward_backward(given_back)

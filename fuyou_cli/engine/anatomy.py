@@ -235,10 +235,10 @@ class Anatomy:
 
 def dissect(model: PreTrainedModel) -> Anatomy:
     """Finds the stages of `model`. Raises UsageError if it has no blocks, or cannot be streamed."""
-    blocks, beside = blocks_of(model), beside_text(model)
+    blocks, optional = blocks_of(model), beside_text(model)
     refuse_by_configuration(model)
-    units = list(_units(model.base_model, blocks, beside))
-    return _assembled(model, _running_order(units, model, blocks, beside), blocks)
+    units = list(_units(model.base_model, blocks, optional))
+    return _assembled(model, _running_order(units, model, blocks, optional), blocks)
 
 
 def outline(model: PreTrainedModel) -> Anatomy:
@@ -247,12 +247,12 @@ def outline(model: PreTrainedModel) -> Anatomy:
     The stages are in the order of the model's forward if that can be followed, otherwise embeddings come first. Raises
     UsageError if no module says that it is a block.
     """
-    blocks, beside = blocks_of(model), beside_text(model)
-    units = list(_units(model.base_model, blocks, beside))
+    blocks, optional = blocks_of(model), beside_text(model)
+    units = list(_units(model.base_model, blocks, optional))
     try:
-        order = _running_order(units, model, blocks, beside)
+        order = _running_order(units, model, blocks, optional)
     except UsageError:
-        text = [(name, module) for name, module in units if module not in beside]
+        text = [(name, module) for name, module in units if module not in optional]
         order = sorted(text, key=lambda unit: not _is_input(unit[1]))
     return _assembled(model, order, blocks)
 

@@ -246,16 +246,16 @@ class KeptGraphs(Activations):
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, run: Forward, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        others = [graph.saved for graph in self._graphs.values()]
-        saved, taken = _Saved(set().union(*(other.held for other in others))), sum(other.size for other in others)
+        other_graphs = [graph.saved for graph in self._graphs.values()]
+        saved, held = _Saved(set().union(*(other.held for other in other_graphs))), sum(other.size for other in other_graphs)
         with torch.enable_grad():
             entering = _Entering.apply(self._anchor, x)  # type: ignore[no-untyped-call]
             saved.enter(x, parameters)
             with saved_tensors_hooks(saved.pack, saved.unpack):
                 y = run(entering)
             saved.leave()
-        if taken + saved.size > self._size:
-            self._too_large(saved.size, self._size - taken)
+        if held + saved.size > self._size:
+            self._too_large(saved.size, self._size - held)
             return y.detach()
         inputs = [get_gradient_edge(entering), *(get_gradient_edge(p) if p.requires_grad else None for p in parameters)]
         self._graphs[micro_batch] = _Graph(saved, y.shape, get_gradient_edge(y), inputs, self._twice)

@@ -74,12 +74,12 @@ class StepIds:
         in_rows = [[_ids_in_rows(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]
         # The size does not depend on the ids, because a plan charges it.
         table = torch.zeros((2 if pieces else 1) * sum(sizes), dtype=torch.long)
-        found, end = [tensor for part in in_rows for of_piece in part for tensor in of_piece if tensor is not None], 0
-        for tensor in found:
+        tensors, end = [tensor for part in in_rows for of_piece in part for tensor in of_piece if tensor is not None], 0
+        for tensor in tensors:
             table[end : end + tensor.numel()] = tensor
             end += tensor.numel()
         self._in_rows, self._firsts = in_rows, [first for first, _ in pieces] or [0]
-        placed = iter(place(table)[:end].split([tensor.numel() for tensor in found]))
+        placed = iter(place(table)[:end].split([tensor.numel() for tensor in tensors]))
         self.looked: OfMicroBatches = [
             [LookedUpIds(None if places is None else next(placed), next(placed), distinct) for places, distinct in part]
             for part in in_rows
@@ -458,8 +458,8 @@ def add_outputs(
     bank = _bank(parameters)
     for rows in ExpertRows.by_expert(sent.chosen, *stage.expert_range):
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1)
-        found = outputs(stage.module, bank, sent.hidden.index_select(0, rows.tokens), shares, rows.route)
-        sums.index_add_(0, rows.tokens, found.to(sums.dtype))  # no token twice
+        weighted = outputs(stage.module, bank, sent.hidden.index_select(0, rows.tokens), shares, rows.route)
+        sums.index_add_(0, rows.tokens, weighted.to(sums.dtype))  # no token twice
         inside()
 
 
@@ -476,11 +476,11 @@ def differentiate(
         x = sent.hidden.index_select(0, rows.tokens).requires_grad_(wanted)
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1).requires_grad_(wanted)
         with torch.enable_grad():
-            found = outputs(stage.module, bank, x, shares, rows.route)
+            weighted = outputs(stage.module, bank, x, shares, rows.route)
         leaves = [leaf for leaf in (x, shares, bank.anchor) if leaf is not None and leaf.requires_grad]
         if not leaves:
             return
-        torch.autograd.backward([found], [grad.index_select(0, rows.tokens).to(found.dtype)], inputs=leaves)
+        torch.autograd.backward([weighted], [grad.index_select(0, rows.tokens).to(weighted.dtype)], inputs=leaves)
         if sums is not None:
             assert x.grad is not None and shares.grad is not None
             sums[:, :width].index_add_(0, rows.tokens, x.grad.to(sums.dtype))

@@ -125,12 +125,12 @@ ExpertsLayout = tuple[nn.Module, Mapping[str, Matrices]]  # an experts module, a
 def laid_out(tensors: Mapping[tuple[nn.Module, str], Sequence[Tensor]]) -> tuple[ExpertsLayout, ...]:
     """Returns the layouts of the experts modules of a stage. tensors: by module and parameter."""
     found: dict[nn.Module, dict[str, Matrices]] = {}
-    for (module, name), those in tensors.items():
+    for (module, name), of_parameter in tensors.items():
         if name in _PRODUCTS:
             (biases,) = tensors.get((module, f"{name}_bias"), (None,))
-            found.setdefault(module, {})[name] = Matrices.of(those, biases, turned=bool(module.is_transposed))
+            found.setdefault(module, {})[name] = Matrices.of(of_parameter, biases, turned=bool(module.is_transposed))
         elif _LOW_RANK.fullmatch(name):
-            found.setdefault(module, {})[name] = Matrices.of(those, None, turned=False)
+            found.setdefault(module, {})[name] = Matrices.of(of_parameter, None, turned=False)
     return tuple(found.items())
 
 
@@ -374,7 +374,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of, bank, (x, shares) = ctx.of, ctx.bank, ctx.saved_tensors
-        grad, found, of_shares = grad.contiguous(), None, None
+        grad, grad_x, of_shares = grad.contiguous(), None, None
         if x is not None:
             _add_gradients(bank.sink, of, ctx.counts, x, grad)
         if of.trains_biases and bank.sink is not None:
@@ -383,12 +383,12 @@ class _Product(torch.autograd.Function):
                 added = rows.sum(0) if shares is None else (rows * shares[begin : begin + count]).sum(0)
                 bank.sink.add_part(of.biases[0], expert * grad.shape[1], added)
         if ctx.needs_input_grad[0]:
-            found = torch.ops.fuyou.experts_back(grad, bank.flat, of.offsets, ctx.counts, of.sizes, of.inputs, of.turned)
+            grad_x = torch.ops.fuyou.experts_back(grad, bank.flat, of.offsets, ctx.counts, of.sizes, of.inputs, of.turned)
         if ctx.needs_input_grad[1]:
             of_shares = shares.new_zeros(shares.shape)
             for expert, begin, count in _groups(ctx.counts):
                 of_shares[begin : begin + count, 0] = grad[begin : begin + count] @ _bias(bank.flat, of.biases[1], expert, grad)
-        return found, of_shares, None, None, None, None
+        return grad_x, of_shares, None, None, None, None
 
 
 def _add_gradients(sink: Sink | None, of: Matrices, counts: Sequence[int], x: torch.Tensor, grad: torch.Tensor) -> None:

@@ -320,10 +320,10 @@ class WeightStream:
         for stage in ranges:
             with self.installed(stage) as parameters, torch.no_grad():
                 for part, total in zip(sent, sums, strict=True):
-                    computed = total.to(self.device)
-                    add_outputs(self.anatomy.stages[stage], parameters, part.to(self.device), computed)
-                    if computed is not total:
-                        total.copy_(computed)
+                    on_device = total.to(self.device)
+                    add_outputs(self.anatomy.stages[stage], parameters, part.to(self.device), on_device)
+                    if on_device is not total:
+                        total.copy_(on_device)
         return sums
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -629,9 +629,9 @@ def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> Generat
         cache = _pass(model, rows, whole, whole, None, last)
         kept, rests, last.peak = _nbytes(cache), last.live, 0
         _pass(model, rows, 1, whole + 1, cache, last)
-    beside = kept * anew // whole  # what was cached stays until a row is computed anew
+    cached_before = kept * anew // whole  # what was cached stays until a row is computed anew
     choice = rows * model.config.get_text_config().vocab_size * _OF_A_CHOICE
-    return GenerationMemory(cache=kept, work=max(first.peak + beside - kept, last.peak - rests) + choice)
+    return GenerationMemory(cache=kept, work=max(first.peak + cached_before - kept, last.peak - rests) + choice)
 
 
 def generation_code(model: PreTrainedModel, *, prompt: int, new: int) -> int:

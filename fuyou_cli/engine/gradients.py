@@ -163,8 +163,8 @@ def squared_norm(
     total = 0.0
     for spec, value in zip(stage.trained_tensors, squares, strict=True):
         if not math.isfinite(value):
-            found = int((~summed[spec.offset : spec.offset + spec.numel].isfinite()).sum())
-            what = f"step {step}: {found} gradients of {spec.name} ({stage.name}) are not finite"
+            not_finite = int((~summed[spec.offset : spec.offset + spec.numel].isfinite()).sum())
+            what = f"step {step}: {not_finite} gradients of {spec.name} ({stage.name}) are not finite"
             raise NumericsError(what, hint=LOOK, changed=changed)
         if value:
             reached.add(spec.name)

@@ -195,9 +195,9 @@ class HeadPasses:
         visit, flat = visits.enter("head", stage)
         assert visit.owner is not None
         total = visits.sums.open(visit.owner, resume=visit.resume)
-        begins = stage == visits.model.stages[-1].index
+        is_first = stage == visits.model.stages[-1].index
         batch = visits.micro_batches(hidden)
-        sources = (hidden,) if begins else (hidden, gradient)
+        sources = (hidden,) if is_first else (hidden, gradient)
         arriving = visits.inputs(partial(lambda of: [of(source).contiguous() for source in sources], each.of) for each in batch)
         leaving = Leaving(visits.crossings)
         with self.head.stubbed(), visits.learning(visit.owner, flat, total) as parameters:

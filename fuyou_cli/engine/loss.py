@@ -121,9 +121,9 @@ class TokenLoss:
         """Takes in columns [first, first + logits.shape[-1]) of the logits of some tokens. Overwrites `logits`."""
         maximum, total = part.of(self.maximum), part.of(self.total)
         column, inside = _columns(part.of(self.targets), first, logits.shape[-1])
-        found = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        target_logits = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
         target = part.of(self.target)
-        target.copy_(torch.where(inside, found, target))
+        target.copy_(torch.where(inside, target_logits, target))
         higher = torch.maximum(maximum, logits.amax(-1))
         total.mul_(maximum.sub_(higher).exp_()).add_(logits.sub_(higher.unsqueeze(-1)).exp_().sum(-1))
         maximum.copy_(higher)

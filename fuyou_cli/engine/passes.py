@@ -98,8 +98,8 @@ class BlockPasses:
                 (part,) = arriving.take()
                 version = part._version  # a stage that writes into its input may change what is on its way to the host
                 if stash:
-                    kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
-                    visits.boundaries.awaits(call.stage, kept)
+                    copied = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
+                    visits.boundaries.awaits(call.stage, copied)
                 visits.seed(call.stage, number)
                 if routed is not None:
                     routed.begin(number, micro_batch)
@@ -222,21 +222,21 @@ class RangedPasses(BlockPasses):
     def _add(self, stage: int, sent: torch.Tensor, sums: torch.Tensor, y: torch.Tensor, *, choices: int) -> None:
         """Visits a range, which adds its outputs to `sums`; the last one adds these to `y`."""
         visits = self.visits
-        begins, ends = visits.model.stages[stage - 1].expert_range is None, visits.model.stages[stage].is_last_range
-        micro_batches, batches = visits.micro_batches(sent), [sent, *([] if begins else [sums]), *([y] if ends else [])]
-        leaving, target = Leaving(visits.crossings), y if ends else sums
+        is_first, is_last = visits.model.stages[stage - 1].expert_range is None, visits.model.stages[stage].is_last_range
+        micro_batches, batches = visits.micro_batches(sent), [sent, *([] if is_first else [sums]), *([y] if is_last else [])]
+        leaving, target = Leaving(visits.crossings), y if is_last else sums
         with visits.forward(stage, sent) as (visit, parameters):
             arriving = visits.inputs(partial(_parts, part, batches) for part in micro_batches)
             for number, part in enumerate(micro_batches):
                 packed, *more = arriving.take()
                 if visit.stash and visits.device.separate:
-                    kept = leaving.keep(packed, visits.boundaries.rows(stage, number))
-                    visits.boundaries.awaits(stage, kept)
-                total = self._zero_sums(part, sums) if begins else more.pop(0)
+                    copied = leaving.keep(packed, visits.boundaries.rows(stage, number))
+                    visits.boundaries.awaits(stage, copied)
+                total = self._zero_sums(part, sums) if is_first else more.pop(0)
                 flat_total = total.view(-1, total.shape[-1])
                 add_outputs(visits.stages[stage], parameters, Sent.of(packed, y.shape[-1], choices), flat_total, self._inside)
                 clear_padding(target, part)
-                leaving.put((more[0] + total).to(y.dtype) if ends else total, part.of(target))
+                leaving.put((more[0] + total).to(y.dtype) if is_last else total, part.of(target))
                 del packed, more, total, flat_total
                 visits.between()
             leaving.settle()
@@ -257,11 +257,11 @@ class RangedPasses(BlockPasses):
         own. `sent`: None in the first of these visits, which takes it from where it was kept, and returns it if another
         `follows`."""
         visits = self.visits
-        begins, micro_batches = sent is None, visits.micro_batches(grad_y)
-        batches = [grad_y] if begins or sums is None else [grad_y, sums]
+        is_first, micro_batches = sent is None, visits.micro_batches(grad_y)
+        batches = [grad_y] if is_first or sums is None else [grad_y, sums]
         leaving = Leaving(visits.crossings)
         with visits.backward(stage) as (_, flat, kept, total):
-            if begins and follows:
+            if is_first and follows:
                 sent = visits.crossings.batches.lend((*grad_y.shape[:2], kept[0].shape[-1]), kept[0].dtype)
             sources = (
                 partial(lambda n, part: [kept[n] if kept else part.of(sent).contiguous(), *_parts(part, batches)], *one)
@@ -271,18 +271,18 @@ class RangedPasses(BlockPasses):
             with visits.learning(stage, flat, total) as parameters:
                 for part in micro_batches:
                     packed, grad, *more = arriving.take()
-                    if begins and sent is not None:
+                    if is_first and sent is not None:
                         leaving.put(packed, part.of(sent))
-                    found = None if sums is None else more[0] if more else self._zero_sums(part, sums)
+                    part_sums = None if sums is None else more[0] if more else self._zero_sums(part, sums)
                     differentiate(
                         visits.stages[stage], parameters, Sent.of(packed, grad.shape[-1], choices),
-                        grad.reshape(-1, grad.shape[-1]), None if found is None else found.view(-1, found.shape[-1]),
-                        self._inside,
+                        grad.reshape(-1, grad.shape[-1]),
+                        None if part_sums is None else part_sums.view(-1, part_sums.shape[-1]), self._inside,
                     )  # fmt: skip
-                    if sums is not None and found is not None:
+                    if sums is not None and part_sums is not None:
                         clear_padding(sums, part)
-                        leaving.put(found, part.of(sums))
-                    del packed, grad, more, found
+                        leaving.put(part_sums, part.of(sums))
+                    del packed, grad, more, part_sums
                     visits.between()
             leaving.settle()
             visits.boundaries.awaits(stage, *arriving.uploads)
@@ -422,17 +422,17 @@ class EmbeddingPasses(BlockPasses):
         with visits.forward(stage), padding_at(module, None):
             arriving = visits.inputs(partial(_parts, each, sources) for each in micro_batches)
             for number, micro_batch in enumerate(micro_batches):
-                part_ids, *found = arriving.take()
+                part_ids, *rows = arriving.take()
                 places = looked[number][stage - call.stage].places
                 assert places is not None
                 looked_up = call.run(part_ids.reshape(-1)[places] - first)
                 if y is None:
                     y = visits.crossings.batches.lend((*ids.shape, looked_up.shape[-1]), looked_up.dtype)
                 clear_padding(y, micro_batch)
-                found = found or [visits.crossings.room_for(micro_batch.of(y))]
-                found[0].view(-1, y.shape[-1]).index_copy_(0, places, looked_up)
-                leaving.put(found[0], micro_batch.of(y))
-                del found, looked_up
+                rows = rows or [visits.crossings.room_for(micro_batch.of(y))]
+                rows[0].view(-1, y.shape[-1]).index_copy_(0, places, looked_up)
+                leaving.put(rows[0], micro_batch.of(y))
+                del rows, looked_up
                 visits.between()
             leaving.settle()
         assert y is not None

@@ -132,8 +132,8 @@ class Routing:
         for place, tokens in enumerate(found):
             if tokens:
                 name, number = self._model.stages[list(self._first_choice)[place // micro_batches]].name, place % micro_batches
-                told = f"sends {int(tokens)} tokens of micro-batch {number + 1} to other experts in backward than in forward"
-                raise RecomputeError(f"step {self._step}: {name} {told}", hint=_LOOK, changed=changed)
+                what = f"sends {int(tokens)} tokens of micro-batch {number + 1} to other experts in backward than in forward"
+                raise RecomputeError(f"step {self._step}: {name} {what}", hint=_LOOK, changed=changed)
 
     def counts(self) -> dict[str, tuple[int, ...]] | None:
         """Returns how many tokens of the step each expert got, padding not counted, by mixture in running order; None: the
@@ -190,10 +190,10 @@ class Routing:
     def compared(self, key: Key, chosen: torch.Tensor) -> Sequence[int]:
         """Counts the tokens that a recompute sends elsewhere. Returns the rows of each expert in forward."""
         stage, _, number = key
-        kept, counts = self._forward_choices[key]
-        others = (kept != chosen.to(kept.dtype)).any(-1).sum(dtype=torch.int32)
+        of_forward, counts = self._forward_choices[key]
+        differing = (of_forward != chosen.to(of_forward.dtype)).any(-1).sum(dtype=torch.int32)
         place = self._differ[list(self._first_choice).index(stage), self._before + number]
-        torch.maximum(place, others, out=place)
+        torch.maximum(place, differing, out=place)
         return counts
 
     # ---- the auxiliary loss --------------------------------------------------------------------------------------

@@ -325,9 +325,9 @@ class DeviceState:
     variance: torch.Tensor
 
     def part(self, begin: int, end: int) -> DeviceState:
-        rest = None if self.remainder is None else self.remainder[begin:end]
-        weights, momentum, variance = (one[begin:end] for one in (self.weights, self.momentum, self.variance))
-        return DeviceState(weights=weights, remainder=rest, momentum=momentum, variance=variance)
+        remainder = None if self.remainder is None else self.remainder[begin:end]
+        weights, momentum, variance = (values[begin:end] for values in (self.weights, self.momentum, self.variance))
+        return DeviceState(weights=weights, remainder=remainder, momentum=momentum, variance=variance)
 
 
 def rounded_scalars(scalars: Scalars, weight_decay: float) -> Rounded:

@@ -384,18 +384,18 @@ class PinnedMemory:
         self._asked.append((begin, end))
         self._held.append(host)
         whole = end - begin
-        size, left = whole, whole
-        while left and size * _PARTS >= whole:
+        size, unregistered = whole, whole
+        while unregistered and size * _PARTS >= whole:
             if self._register(begin, size):
                 self._pieces.append((begin, begin + size))
-                begin, left = begin + size, left - size
-                size = min(size, left)
+                begin, unregistered = begin + size, unregistered - size
+                size = min(size, unregistered)
             else:
                 size = size // 2 // _PAGE * _PAGE
                 if not size:
                     break
         self._incomplete = self._incomplete or self._pieces[-1:] != [(end - whole, end)]
-        return left
+        return unregistered
 
     def refuses(self, host: torch.Tensor) -> bool:
         """Whether registering `host` as a whole was requested and failed."""
@@ -436,17 +436,17 @@ class Staging:
 
     def _stage(self, source: torch.Tensor, target: torch.Tensor, copy: CopyPiece) -> Event | None:
         last: Event | None = None
-        for part, there in _pieces(source, target, self._buffers[0].numel()):
+        for part, place in _pieces(source, target, self._buffers[0].numel()):
             while len(self._under_way) >= len(self._buffers):
                 self._take()
             buffer = self._buffers[0][: part.numel()]
             self._buffers.append(self._buffers.pop(0))
             if self._up:
                 _move(part, buffer)
-                last = copy(buffer, there)
+                last = copy(buffer, place)
                 self._under_way.append((last, buffer, buffer))
             else:
-                self._under_way.append((copy(part, buffer), buffer, there))
+                self._under_way.append((copy(part, buffer), buffer, place))
         while self._under_way and not self._up:
             self._take()
         return last
