@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import crossed
 from safetensors import safe_open
 
 from fuyou_cli.checkpoint import writer
@@ -41,8 +42,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
-@pytest.mark.parametrize("shard_size", [1 << 30, 3000])
+@crossed(2, family=sorted(CONFIGS), shard_size=[1 << 30, 3000])
 def test_round_trip_of_a_family(tmp_path: Path, family: str, shard_size: int) -> None:
     """Saves with save_pretrained, reads and writes with ours, and loads with from_pretrained: every bit, for one file and for
     many."""

@@ -17,7 +17,7 @@ from fuyou_cli.data.reading import prompt_of
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.tokenise import Tokeniser
 
-from .conftest import CHATML_MARKED, CHATML_UNMARKED, Tokenise, Write, save_tokenizer
+from .conftest import CHATML, CHATML_MARKED, CHATML_UNMARKED, Tokenise, Write, save_tokenizer
 from .test_formats import learnt, whole
 
 Raw = dict[str, Any]
@@ -377,11 +377,79 @@ def test_what_a_template_leaves_out_is_noted(write: Write, tokenise: Tokenise) -
     assert set(tokenise(write("calls.jsonl", rows), chat_template=OWN_UNMARKED, max_seq_len=512).summary.noted) == {"prefixes"}
 
 
-def test_marks_end_with_the_last_character(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    """One of several tokens: `assistant_masks` ends with the first of them."""
-    template = CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}\n")
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "a<|im_end|> 🙂"})]), chat_template=template)
-    assert learnt(rows, tokenizer) == "a<|im_end|> 🙂"
+A, B, C = ({"content": text} for text in "abc")
+UNLEARNT = {**A, "train": False}
+TURN = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+TURN += "{{ '\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+ENDS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+ENDS += "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+TWO = CHATML_MARKED.replace(
+    "{{ message['content'] }}<|im_end|>{% endgen",
+    "{{ message['content'] }}{% endgeneration %} {% generation %}<|im_end|>{% endgen", 1,
+)  # fmt: skip
+# name -> template, rows of answers, what of each is learnt, what is noted of all
+FOUND: dict[str, tuple[str, list[list[Raw]], list[str], Raw]] = {
+    # `assistant_masks` ends with the first of the tokens of a last character
+    "marks end with the last character": (
+        CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}\n"), [[{"content": "a<|im_end|> 🙂"}]],
+        ["a<|im_end|> 🙂"], {"marks": 1},
+    ),
+    # transformers takes what a macro writes before a mark for none of its text, so that the mark is too far to the left
+    "marks inside a macro": (
+        "{% macro turn(m) %}" + TURN + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}" + ASKS,
+        [[{"content": "7 apples"}, {"content": "4"}]], ["7 apples<|im_end|>4<|im_end|>"], {"prefixes": 1, "marks_misplaced": 1},
+    ),
+    # as those do that TRL trains reasoning with
+    "marks of what the prompt begins": (
+        CHATML_MARKED.replace("{% generation %}", "{% generation %}<think>").replace(
+            "assistant\n{% endif", "assistant\n<think>{% endif"
+        ),
+        [[A, {**B, "train": False}]], ["<think>a<|im_end|>"], {"marks": 1},
+    ),
+    "marks of the header": (
+        CHATML_MARKED.replace("<|im_start|>{{ message['role'] }}\n", "", 1).replace(
+            "{% generation %}", "{% generation %}<|im_start|>assistant\n"
+        ),
+        [[A, B]], ["<|im_start|>assistant\na<|im_end|><|im_start|>assistant\nb<|im_end|>"], {"marks": 1},
+    ),
+    # what a template marks is its own choice; that it leaves out an answer, or holds others, is said
+    "no marks of one answer": (
+        CHATML_MARKED.replace("== 'assistant'", "== 'assistant' and message['content'] != 'b'"), [[A, B, C]],
+        ["a<|im_end|>c<|im_end|>"], {"marks": 1, "marks_missing": 1},
+    ),
+    "marks of questions": (
+        CHATML_MARKED.replace("== 'assistant'", "!= 'system'"), [[A]], ["0?<|im_end|>a<|im_end|>"],
+        {"marks": 1, "marks_of_others": 1},
+    ),
+    "two marks of an answer": (
+        TWO, [[UNLEARNT, B], [A, B]], ["b<|im_end|>", "a<|im_end|>b<|im_end|>"], {"marks": 2},
+    ),
+    # the end token behind the last message, as of Phi 3, is nowhere once more messages follow
+    "an end behind every rendering": (ENDS, [[{"content": "a b"}, C]], ["a b\nc\n<|im_end|>"], {"prefixes": 1}),
+    "a token across the border": (
+        CHATML_UNMARKED.replace("assistant\n{% endif", "assistant\nth{% endif").replace(
+            "}}\n", "}}\n{{ 'th' if message.role == 'assistant' }}", 1
+        ),
+        [[{"content": "e oven"}], [{"content": "7"}]], [" oven<|im_end|>", "7<|im_end|>"], {"prefixes": 2, "border": 1},
+    ),
+    "a message with the end of its turn": (
+        CHATML, [[A], [{"content": "a<|im_end|>"}]], ["a<|im_end|>", "a<|im_end|><|im_end|>"], {"marks": 2, "doubled": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_a_template_has_learnt(case: str, write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    template, answers, said, noted = FOUND[case]
+    rows = tokenise(write("chat.jsonl", [_chat(*each) for each in answers]), chat_template=template)
+    assert [learnt(rows, tokenizer, number) for number in range(len(said))] == said
+    assert rows.summary.noted == noted
+
+
+def test_two_marks_of_the_last_answer(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    rows = tokenise(write("chat.jsonl", [_chat(A, B)]), chat_template=TWO, loss_on="last_assistant")
+    assert learnt(rows, tokenizer) == "b<|im_end|>"
 
 
 def test_marks_where_a_token_drops_blanks(write: Write, tokenise: Tokenise, tmp_path: Path) -> None:
@@ -408,35 +476,6 @@ def test_marks_where_a_token_drops_blanks(write: Write, tokenise: Tokenise, tmp_
     assert rows.mask(0).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1]
 
 
-def test_a_template_that_marks_inside_a_macro(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    """transformers takes what a macro writes before a mark for none of its text, so that the mark is too far to the left."""
-    turn = (
-        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    )
-    template = "{% macro turn(m) %}" + turn + "{{ '\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endmacro %}"
-    template += (
-        "{% for m in messages %}{{ turn(m) }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    answers = [{"content": "7 apples"}, {"content": "4"}]
-    rows = tokenise(write("chat.jsonl", [_chat(*answers)]), chat_template=template)
-    assert learnt(rows, tokenizer) == "7 apples<|im_end|>4<|im_end|>"
-    assert rows.summary.noted == {"prefixes": 1, "marks_misplaced": 1}
-
-
-def test_marks_of_more_than_generation_writes(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    """A template may mark what its own prompt begins, as those do that TRL trains reasoning with."""
-    template = CHATML_MARKED.replace("{% generation %}", "{% generation %}<think>").replace(
-        "assistant\n{% endif", "assistant\n<think>{% endif"
-    )
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "a"}, {"content": "b", "train": False})]), chat_template=template)
-    assert learnt(rows, tokenizer) == "<think>a<|im_end|>" and rows.summary.noted == {"marks": 1}
-    header = CHATML_MARKED.replace("<|im_start|>{{ message['role'] }}\n", "", 1).replace(
-        "{% generation %}", "{% generation %}<|im_start|>assistant\n"
-    )
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "a"}, {"content": "b"})]), chat_template=header)
-    assert learnt(rows, tokenizer) == "<|im_start|>assistant\na<|im_end|><|im_start|>assistant\nb<|im_end|>"
-
-
 def test_a_template_that_takes_parts_only_and_asks_for_nothing(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     template = "{% for m in messages %}{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}<|im_end|>{% endfor %}"
     silent = template.replace("part in m.content", "part in m.content if part.type == 'text'")  # of a text it writes nothing
@@ -446,28 +485,6 @@ def test_a_template_that_takes_parts_only_and_asks_for_nothing(write: Write, tok
             rows = tokenise(write("chat.jsonl", [row]), chat_template=each)
             assert learnt(rows, tokenizer) == "assistant]<|im_end|>"
             assert set(rows.summary.noted) == {"prefixes", "unasked", *noted}
-
-
-def test_marks_of_some_messages(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    """What a template marks is its own choice; that it leaves out an answer, or holds others, is said."""
-    some = CHATML_MARKED.replace("{% generation %}{{ message['content'] }}", "{% generation %}{{ message['content'] }}", 1)
-    some = some.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and message['content'] != 'b'")
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "a"}, {"content": "b"}, {"content": "c"})]), chat_template=some)
-    assert learnt(rows, tokenizer) == "a<|im_end|>c<|im_end|>"
-    assert rows.summary.noted == {"marks": 1, "marks_missing": 1}
-    more = CHATML_MARKED.replace("message['role'] == 'assistant'", "message['role'] != 'system'")
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "a"})]), chat_template=more)
-    assert learnt(rows, tokenizer) == "0?<|im_end|>a<|im_end|>" and rows.summary.noted == {"marks": 1, "marks_of_others": 1}
-    two = CHATML_MARKED.replace(
-        "{{ message['content'] }}<|im_end|>{% endgen",
-        "{{ message['content'] }}{% endgeneration %} {% generation %}<|im_end|>{% endgen",
-        1,
-    )
-    unlearnt = [_chat({"content": "a", "train": False}, {"content": "b"}), _chat({"content": "a"}, {"content": "b"})]
-    rows = tokenise(write("chat.jsonl", unlearnt), chat_template=two)
-    assert [learnt(rows, tokenizer, n) for n in range(2)] == ["b<|im_end|>", "a<|im_end|>b<|im_end|>"]
-    rows = tokenise(write("chat.jsonl", unlearnt[1:]), chat_template=two, loss_on="last_assistant")
-    assert learnt(rows, tokenizer) == "b<|im_end|>"
 
 
 def test_a_template_for_tools_without_marks(
@@ -504,15 +521,6 @@ def test_a_template_that_asks_for_no_answer(write: Write, tokenise: Tokenise, to
     assert learnt(rows, tokenizer) == " 7<|im_end|>" and rows.summary.noted == {"prefixes": 1}
 
 
-def test_a_template_that_ends_every_rendering(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    """The end token behind the last message, as of Phi 3, is nowhere once more messages follow."""
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
-    talk = [*_chat({"content": "a b"})["messages"], *_chat({"content": "c"})["messages"]]
-    rows = tokenise(write("chat.jsonl", [{"messages": talk}]), chat_template=template)
-    assert learnt(rows, tokenizer) == "a b\nc\n<|im_end|>" and rows.summary.noted == {"prefixes": 1}
-
-
 def test_a_refusal_advises_what_helps(write: Write, tokenise: Tokenise) -> None:
     """Where the last answer cannot be found either, to learn it alone is no way out."""
     begun = CHATML_UNMARKED.replace("assistant\n{% endif", "assistant\n<think>{% endif")
@@ -521,14 +529,6 @@ def test_a_refusal_advises_what_helps(write: Write, tokenise: Tokenise) -> None:
         with pytest.raises(UsageError, match="differently") as refused:
             tokenise(write("chat.jsonl", [{"messages": talk}]), chat_template=begun)
         assert ("last_assistant" in refused.value.message) == advised
-
-
-def test_a_token_across_the_border_is_noted(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    template = CHATML_UNMARKED.replace("assistant\n{% endif", "assistant\nth{% endif").replace(
-        "}}\n", "}}\n{{ 'th' if message.role == 'assistant' }}", 1
-    )
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "e oven"}), _chat({"content": "7"})]), chat_template=template)
-    assert rows.summary.noted == {"prefixes": 2, "border": 1} and learnt(rows, tokenizer) == " oven<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -551,11 +551,6 @@ def test_start_and_end_tokens_of_a_text_are_not_doubled(
     assert said is None or learnt(rows, tokenizer) == said
     assert set(rows.summary.noted) == noted
     assert len([note for note in rows.summary.notes if "no second one is added" in note]) == len(noted)
-
-
-def test_a_message_that_doubles_the_end_of_its_turn_is_noted(write: Write, tokenise: Tokenise) -> None:
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "a"}), _chat({"content": "a<|im_end|>"})]))
-    assert rows.summary.noted == {"marks": 2, "doubled": 1} and rows.summary.noted_at["doubled"] == "chat.jsonl:2"
 
 
 def test_ids_above_a_hole_of_the_vocabulary(
