@@ -127,6 +127,23 @@ def write_own(path: Path, content: Iterable[bytes]) -> None:
         os.fsync(file.fileno())
 
 
+def keep_file(path: Path, content: bytes, *, most: int | None = None) -> None:
+    """Replaces a file of what is kept in one step, and makes its folder. `most`: files of the folder that stay, those that were
+    used last. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    whole = path.with_name(f"{path.name}.{os.getpid()}")  # renamed when complete: nobody reads half of it
+    try:
+        write_own(whole, [content])
+        whole.replace(path)
+    finally:
+        whole.unlink(missing_ok=True)
+    with suppress(OSError):  # another process may be at the same
+        used = sorted((file.lstat().st_mtime_ns, file) for file in path.parent.iterdir()) if most is not None else []
+        for _, file in used[: -(most or 0)]:
+            with suppress(OSError):  # what is no file is not ours
+                file.unlink()
+
+
 def _make_ours(path: Path, descriptor: int, *, anew: bool) -> None:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):

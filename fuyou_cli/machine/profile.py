@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import WrongData, from_json, read_object
-from fuyou_cli.core.paths import kept_folder, machine_id
+from fuyou_cli.core.paths import keep_file, kept_folder, machine_id
 from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.core.units import GiB, MiB, in_steps
 from fuyou_cli.recipe.schema import Limit, MemoryLimit
@@ -202,14 +202,7 @@ Say = Callable[[str], None]
 
 def write_profile(profile: HardwareProfile, path: Path) -> None:
     """Writes the profile as JSON, for planning elsewhere or later."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f"{path.name}.{os.getpid()}")  # renamed when complete: nobody reads half of it
-    try:
-        whole.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
-        whole.replace(path)
-    except OSError:
-        whole.unlink(missing_ok=True)
-        raise
+    keep_file(path, (json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n").encode())
 
 
 def read_profile(path: Path) -> HardwareProfile:

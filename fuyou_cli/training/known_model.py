@@ -20,7 +20,7 @@ from ..checkpoint.files import has_weights
 from ..checkpoint.names import is_in
 from ..core.errors import UsageError
 from ..core.json_files import find_text, from_json, object_in
-from ..core.paths import kept_folder, machine_id, read_plain, write_own
+from ..core.paths import keep_file, kept_folder, machine_id, read_plain
 from ..core.probe import hidden_by_proc
 from ..spec.model import InPlace, ModelFacts, ModelSpec, OperatorSpec, StageSpec, TensorSpec
 from .adapting import adapt
@@ -282,16 +282,8 @@ class Descriptions:
         """Keeps a value, if its folder can be written to."""
         if not self._key:
             return
-        path = self._path(type(value), about)
-        whole = path.with_name(f"{path.name}.{os.getpid()}")  # renamed when complete: nobody reads half of it
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            try:
-                write_own(whole, [written(value)])
-                whole.replace(path)
-            finally:
-                whole.unlink(missing_ok=True)
-            _remove_oldest(path.parent)
+            keep_file(self._path(type(value), about), written(value), most=MOST)
 
     def _path(self, kind: type[Any], about: tuple[object, ...]) -> Path:
         return kept_folder() / "models" / f"{_digest([self._key, kind.__name__, *map(repr, about)])[:32]}.json"
@@ -372,14 +364,6 @@ def _expand_experts(stages: list[dict[str, Any]]) -> None:
 def _fields(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
     """Returns the names of a dataclass's fields that it is made from, with what they are by default."""
     return tuple((field.name, field.default) for field in fields(kind) if field.init)
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Removes the files above `MOST`, and what a process left that was killed while it wrote."""
-    used = sorted((file.lstat().st_mtime_ns, file) for file in folder.iterdir())
-    for _, file in used[:-MOST]:
-        with suppress(OSError):  # what is no file is not ours
-            file.unlink()
 
 
 # ---- what a description depends on -----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from ...core.disk import (
 )
 from ...core.errors import FuyouError, OutOfSpaceError, UsageError
 from ...core.json_files import find_object, find_text, from_json, object_in, shown
-from ...core.paths import is_same_folder, kept_folder, open_own, write_own
+from ...core.paths import is_same_folder, keep_file, kept_folder, open_own, write_own
 from ...core.probe import file_system_of
 from . import manifest as manifests
 from .kept_companions import is_kept
@@ -283,18 +283,10 @@ def remember_drives(directories: Sequence[Path], *, say: Callable[[str], None]) 
     place = _file_of(directories[0])
     names = [file_system_of(directory) for directory in directories]
     known = {str(folder): [name.identity, name.told] for folder, name in zip(directories, names, strict=True)}
-    new = place.with_suffix(f".{os.getpid()}")  # renamed when complete: nobody reads half of it
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_own(new, [json.dumps(known).encode()])
-        new.replace(place)
+        keep_file(place, json.dumps(known).encode(), most=_MOST)
     except OSError as error:
         say(f"note: cannot keep in {place} where the store is ({error.strerror}): keep its drive mounted")
-        return
-    with suppress(OSError):  # another run may be at the same
-        used = sorted((file.lstat().st_mtime_ns, file) for file in place.parent.iterdir())
-        for _, file in used[:-_MOST]:
-            file.unlink(missing_ok=True)
 
 
 def forget_drives(directory: Path) -> None:
