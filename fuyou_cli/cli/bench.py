@@ -73,12 +73,7 @@ def run_bench(
         def progress(what: str) -> None:
             status.update(f"measuring: {what}")
 
-        if layers:
-            report = _of_layers(places, recipe, quick=quick, device=chosen, progress=progress)
-        elif recipe is None:
-            report = measure(*places, quick=quick, device=chosen, progress=progress)
-        else:
-            report = _with_recipe(places, recipe, quick=quick, device=chosen, progress=progress)
+        report = _measured(places, recipe, quick=quick, device=chosen, layers=layers, progress=progress)
         if sustained:
             from fuyou_cli.machine.measure.store_rates import measure_sustained
 
@@ -108,35 +103,30 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
     return replace(report, profile=free, notes=(*report.notes, note))
 
 
-def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
-    """Measures a recipe's stages too. Finds errors in the recipe before anything is measured."""
-    target, own = _own_layers(places, recipe, device, progress)
-    report = measure(*places, quick=quick, device=device, progress=progress)
-    return report.with_found(_layers(recipe, own, target, quick=quick, progress=progress))
-
-
-def _of_layers(places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, progress: Progress) -> BenchReport:
-    """Measures a recipe's stages alone, for the profile that is kept."""
+def _measured(
+    places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, layers: bool, progress: Progress
+) -> BenchReport:
+    """Measures the machine, or with `layers` takes the profile that is kept of it. Then measures a recipe's own stages, whose
+    errors are found before."""
     if recipe is None:
-        raise UsageError("--layers measures a recipe's layers: name the recipe", hint="fuyou bench RECIPE --layers")
-    target, own = _own_layers(places, recipe, device, progress)
-    profile = kept_profile(*places, device=target.type)
-    if profile is None:
-        raise UsageError("--layers: this machine has no profile yet", hint="measure it all: fuyou bench RECIPE")
-    settle_for_training()  # stages get their memory as in a run
-    report = BenchReport(profile=profile, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
-    findings = _layers(recipe, own, target, quick=quick, progress=progress)
-    if not findings.stage_rates:
-        raise FuyouError("; ".join(findings.notes))
-    return report.with_found(findings)
-
-
-def _own_layers(places: tuple[Path, ...], recipe: Recipe, device: str, progress: Progress) -> tuple[torch.device, OwnLayers]:
+        if layers:
+            raise UsageError("--layers measures a recipe's layers: name the recipe", hint="fuyou bench RECIPE --layers")
+        return measure(*places, quick=quick, device=device, progress=progress)
     target = device_named(device)
     progress("the recipe's model")
     memory = card()[1] if target.type == "cuda" else 0
-    hardware = assumed_hardware(*places, device=target.type, device_memory=memory)
-    return target, own_layers(recipe, hardware, say=write_status)
+    own = own_layers(recipe, assumed_hardware(*places, device=target.type, device_memory=memory), say=write_status)
+    if layers:
+        if (profile := kept_profile(*places, device=target.type)) is None:
+            raise UsageError("--layers: this machine has no profile yet", hint="measure it all: fuyou bench RECIPE")
+        settle_for_training()  # stages get their memory as in a run
+        report = BenchReport(profile=profile, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
+    else:
+        report = measure(*places, quick=quick, device=device, progress=progress)
+    found = _layers(recipe, own, target, quick=quick, progress=progress)
+    if layers and not found.stage_rates:
+        raise FuyouError("; ".join(found.notes))
+    return report.with_found(found)
 
 
 def _layers(recipe: Recipe, own: OwnLayers, target: torch.device, *, quick: bool, progress: Progress) -> Findings:
