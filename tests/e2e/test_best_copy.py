@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.best_copy import kept_step
+from fuyou_cli.training.evaluation import kept_step
 from fuyou_cli.training.prepare import best_copies, best_folder
 from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.run_log import read_history

@@ -20,7 +20,7 @@ from fuyou_cli.engine.anatomy import as_marked, dissect, frozen
 from fuyou_cli.engine.skeleton import build, load_config
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import AdapterSection
-from fuyou_cli.training.best_copy import kept_step
+from fuyou_cli.training.evaluation import kept_step
 from fuyou_cli.training.exporting import export_store, how_to_load
 from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.state.at_rest import saved_store
