@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -29,6 +30,7 @@ from .moves import Waiting
 
 HostInputs = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
 AfterUpload = Callable[[int], None]
+TakeResult = Callable[[torch.Tensor], None]  # gets a micro-batch's result when it is in host memory
 
 
 @dataclass(slots=True)
@@ -210,18 +212,23 @@ class Leaving:
         self._batches, self._memory = crossings.batches, crossings.memory
         # Results on their way to the host: held so that their device memory is not reused before the copy ends.
         self._input_copies: list[tuple[torch.Tensor, Event]] = []  # of the micro-batch under way
-        self._under_way: list[list[tuple[torch.Tensor, Event]]] = []  # by micro-batch
+        self._under_way: list[tuple[list[tuple[torch.Tensor, Event]], Callable[[], None] | None]] = []  # by micro-batch
 
-    def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
+    def put(self, part: torch.Tensor, host: torch.Tensor, then: TakeResult | None = None) -> None:
         """Sends `part`, the micro-batch's result on the device, to `host`, in its dtype. Its compute is submitted, and nobody
-        writes into it any more. If nothing is copied, it may be in its place already."""
+        writes into it any more. If nothing is copied, it may be in its place already. `then` is called with `host` when all of
+        it is there."""
+        arrived = None if then is None else partial(then, host)
         if self._across and not host.is_contiguous():  # some tokens of each row
-            for row, place in zip(part, host, strict=True):
-                self.put(row, place)
+            for number, (row, place) in enumerate(zip(part, host, strict=True), start=1):
+                self._submit(row.detach().to(host.dtype).contiguous(), place, arrived if number == len(part) else None)
         elif self._across:
-            self._submit(part.detach().to(host.dtype).contiguous(), host)
-        elif part.data_ptr() != host.data_ptr():
-            host.copy_(part)
+            self._submit(part.detach().to(host.dtype).contiguous(), host, arrived)
+        else:
+            if part.data_ptr() != host.data_ptr():
+                host.copy_(part)
+            if arrived is not None:
+                arrived()
 
     def keep(self, part: torch.Tensor, host: torch.Tensor) -> Event:
         """Sends `part`, on the device, to `host` while the micro-batch computes with it. Nobody may write into it. If the place
@@ -240,19 +247,22 @@ class Leaving:
         while self._under_way:
             self._arrive()
 
-    def _submit(self, part: torch.Tensor, host: torch.Tensor) -> None:
+    def _submit(self, part: torch.Tensor, host: torch.Tensor, arrived: Callable[[], None] | None) -> None:
         """Sends the last results of a micro-batch. The host waits for those of the one before, which bounds the device's
         memory."""
-        self._under_way.append([*self._input_copies, (part, self._device.download(part, host))])
+        self._under_way.append(([*self._input_copies, (part, self._device.download(part, host))], arrived))
         self._input_copies.clear()
         while len(self._under_way) > 1:
             self._arrive()
 
     def _arrive(self) -> None:
-        for _, event in self._under_way.pop(0):
+        copies, arrived = self._under_way.pop(0)
+        for _, event in copies:
             with self._waiting(BOUNDARIES_ACROSS):
                 # Sync: the results of the micro-batch before this one, or of the last one at the end.
                 event.synchronize()
+        if arrived is not None:
+            arrived()
 
 
 class Gathering:
@@ -265,16 +275,18 @@ class Gathering:
         self._as_it_is = not crossings.device.separate
         self._batch: torch.Tensor | None = None
 
-    def put(self, micro_batch: MicroBatch, part: torch.Tensor) -> None:
+    def put(self, micro_batch: MicroBatch, part: torch.Tensor, then: TakeResult | None = None) -> None:
         """Puts a part in its place. `part`: (rows, tokens, ...) on the device. On device cpu it may be the whole, and is not
-        copied."""
+        copied. `then` is called with it there."""
         if self._as_it_is and tuple(part.shape[:2]) == self._shape:
             self._batch = part
+            if then is not None:
+                then(part)
             return
         if self._batch is None:
             self._batch = self._crossings.batches.lend((*self._shape, *part.shape[2:]), part.dtype)
         clear_padding(self._batch, micro_batch)
-        self.leaving.put(part, micro_batch.of(self._batch))
+        self.leaving.put(part, micro_batch.of(self._batch), then)
 
     def settled(self) -> torch.Tensor:
         """Returns the whole batch, once every part is there."""

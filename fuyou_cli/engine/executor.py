@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..core.errors import NumericsError
+from ..core.errors import NumericsError, RecomputeError
 from ..core.process import SILENT, Patience
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
@@ -35,6 +36,10 @@ from .routing import Routing
 from .streamed import Call, Divided, StreamedModel
 from .updates import Optimizer, Scalars
 from .visits import BETWEEN_STAGES, VisitInterval, Visits
+
+if TYPE_CHECKING:
+    from .among_ranks import AmongRanks
+    from .ranks import Ranks
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +64,9 @@ class Executor:
         self, *, anatomy: Anatomy, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device,
         optimizer: Optimizer, patience: Patience = SILENT, compiled: CompiledBlocks | None = None,
         between_micro_batches: Callable[[], None] = lambda: None, after_visit: Callable[[Visit], None] = lambda visit: None,
+        ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
+        """`ranks`: those that compute the stages which are `away` in `model`; None: there are none."""
         self.anatomy, self.model, self.plan, self.device, self.optimizer = anatomy, model, plan, device, optimizer
         self.between_micro_batches, self.after_visit = between_micro_batches, after_visit
         context = Context(anatomy=anatomy, model=model, plan=plan, daemon=daemon, memory=memory, device=device)
@@ -87,11 +94,22 @@ class Executor:
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         inside = None if device.separate else visits.inside
+        self.among = None if ranks is None else self._join(ranks)
         self.streamed = StreamedModel(
-            anatomy, self, device.torch_device, inside, on_device=plan.batch_on_device, compiled=compiled
-        )
+            anatomy, self, device.torch_device, inside, on_device=plan.batch_on_device, compiled=compiled,
+            made=None if self.among is None else self.among.made,
+        )  # fmt: skip
+        if self.among is not None:
+            self.streamed.tape.looks = self.among.looks
+
+    def _join(self, ranks: Ranks) -> AmongRanks:
+        from .among_ranks import AmongRanks  # loads torch.distributed, which one process does not need
+
+        return AmongRanks(ranks, self.visits, self.anatomy)
 
     def close(self) -> None:
+        if self.among is not None:
+            self.among.link.close()
         self.routing.close()
         self.streamed.close()
         self.visits.states.close()
@@ -133,6 +151,8 @@ class Executor:
         for parts, share in zip(shares, divided, strict=True):
             rows = slice(parts[0].first, parts[-1].end)
             self.visits.begin_sweep(parts, before)
+            if self.among is not None:
+                self.among.link.begin_sweep(tuple(part.after(parts[0].first) for part in parts), input_ids.shape[1])
             self.routing.begin_sweep(
                 before, None if real_on_device is None or real is None else (real[rows], real_on_device[rows])
             )
@@ -143,7 +163,11 @@ class Executor:
         else:
             self._settle()
         self.visits.sums.settle()
-        self._outcome.sent, self._outcome.aux_loss = self.routing.counts(), self.routing.aux_loss()
+        if self.among is not None:
+            self.among.link.settle()
+        else:
+            self._outcome.sent = self.routing.counts()
+        self._outcome.aux_loss = self.routing.aux_loss()
         self._outcome.intervals = self.visits.intervals()
         self.skipped += bool(self._outcome.skipped)
         self.visits.residency.update_later(self._scalars)
@@ -170,6 +194,9 @@ class Executor:
         with seeing:
             hidden = self.streamed.hidden(input_ids, positions, divided)
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
+        if self.among is not None:
+            self.among.turn(edge, output[0])
+            self.routing.share(self.among.ranks.gather)
         del hidden  # free tensors of all rows as soon as they were used: each is as large as a boundary
         if self.plan.norm_first:
             self._run_backward(edge, output, targets, measures=True)
@@ -182,7 +209,11 @@ class Executor:
     ) -> None:
         """Runs the head and the backward of a sweep. `hidden`: its last hidden state, in a list that gives it up when nothing
         needs it any more. `measures`: both run once more, and now they only measure the norm."""
-        gradient = self.head.run(hidden[0] if measures else hidden.pop(), targets)
+        last = hidden[0] if measures else hidden.pop()
+        gradient = (
+            torch.zeros_like(last[:1, :1, :1]).expand_as(last) if self.model.stages[-1].away else self.head.run(last, targets)
+        )
+        del last
         self.streamed.tape.hand_on(edge, gradient, retain=measures)
         del gradient
         self.streamed.tape.backward(retain=measures)
@@ -190,13 +221,15 @@ class Executor:
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary, in host memory, or on the
         device if the plan has the batch there."""
-        return (self.blocks if x.is_floating_point() else self.embeddings).forward(call, x)
+        passes = self.blocks if x.is_floating_point() else self.embeddings
+        return passes.forward(call, x) if self.among is None else self.among.forward(passes, call, x)
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """Returns the gradient of the stage's input for the whole batch; None where nobody wants it."""
         if not self.model.stages[self.blocks.first_in_backward(call.stage)].goes_back:
             return None
-        return (self.blocks if ids is None else self.embeddings).backward(call, ids, grad_y)
+        passes = self.blocks if ids is None else self.embeddings
+        return passes.backward(call, ids, grad_y) if self.among is None else self.among.backward(passes, call, ids, grad_y)
 
     def drain(self) -> None:
         """Ends every update and every transfer. Afterwards all stages rest at the same generation."""
@@ -204,8 +237,8 @@ class Executor:
 
     def may_abandon(self) -> bool:
         """Whether the step under way can be given up: no update of it has begun, and none begins at the end of this
-        visit."""
-        return self.visits.lookahead.cursor < self._first_update
+        visit. Ranks give up no step: what one computed, others wait for."""
+        return self.among is None and self.visits.lookahead.cursor < self._first_update
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
@@ -244,26 +277,35 @@ class Executor:
                 reached=self.reached,
             )  # fmt: skip
         except NumericsError as error:
-            self._refuse(error)
+            self._refuse(error, stage)
             return 0.0
 
     def _check_loss(self, loss: float, stage: int) -> None:
         if not math.isfinite(loss):
             name = self.model.stages[stage].name
-            self._refuse(NumericsError(f"step {self.visits.step}: the loss ({name}) is {loss}", hint=LOOK, changed=False))
+            self._refuse(
+                NumericsError(f"step {self.visits.step}: the loss ({name}) is {loss}", hint=LOOK, changed=False), stage
+            )
 
-    def _refuse(self, error: NumericsError) -> None:
-        """Ends the step here with an error. A step that may be skipped goes on to its end and updates nothing."""
-        if not self.may_skip:
+    def _refuse(self, error: NumericsError, stage: int) -> None:
+        """Ends the step here with an error. A step that may be skipped goes on to its end and updates nothing. Among ranks a
+        step goes on until all have met, unless it has updates before."""
+        if not self.may_skip and (self.among is None or self.plan.clip_grad_norm is None):
             raise error
+        if self.among is not None:
+            self.among.refuse(error, stage)
         self._outcome.skipped = self._outcome.skipped or error.message
 
     def _settle(self) -> None:
         """Waits until all gradients were squared and the loss is known. They decide what the updates to come do."""
         self.visits.sums.settle()
-        self.routing.check(changed=self._updating)
-        self.head.settle()
-        self._outcome.loss, limit = self.head.loss, self.plan.clip_grad_norm
+        if self.among is None:
+            self.routing.check(changed=self._updating)
+            self.head.settle()
+            self._outcome.loss = self.head.loss
+        else:
+            self._meet(self.among)
+        limit = self.plan.clip_grad_norm
         if self._outcome.skipped:
             self._scalars = replace(self._scalars, skipped=True)
         elif limit is not None:
@@ -272,3 +314,19 @@ class Executor:
             norm = (exact or sum(self._squares[stage] for stage in sorted(self._squares))) ** 0.5
             self._outcome.grad_norm = norm
             self._scalars = replace(self._scalars, gradient_scale=min(1.0, limit / (norm + 1e-6)))
+
+    def _meet(self, among: AmongRanks) -> None:
+        """Tells the other ranks what this one found in the step, and takes what they did. Raises what any of them refused."""
+        try:
+            self.routing.check(changed=self._updating)
+            self.head.settle()
+        except RecomputeError as error:
+            among.refuse(error, 0)
+        found = among.meet(
+            loss=self.head.loss, squares=self._squares, by_tensor=self._squares_by_tensor, sent=self.routing.raw_counts(),
+            changed=self._updating, may_skip=self.may_skip,
+        )  # fmt: skip
+        self._outcome.loss, self._squares = found.loss, found.squares
+        self._squares_by_tensor = {-1: found.by_tensor}
+        self._outcome.skipped = found.skipped
+        self._outcome.sent = self.routing.named_counts(found.sent) if self.anatomy.has_experts else None

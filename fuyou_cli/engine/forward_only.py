@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ from .executor import Executor
 from .loss import Head, TokenLoss, TokenPart, pieces, regular, shifted
 from .passes import RangedPasses
 from .streamed import Call, StreamedModel, place_buffers, put_back
+
+if TYPE_CHECKING:
+    from .link import Link
 
 
 class ForwardBatch(Protocol):
@@ -109,8 +112,20 @@ class ForwardOnly:
         head, (input_ids, labels) = self._executor.head, batch.tensors()
         self._executor.visits.begin_round(last=last)
         targets = head.upload_targets(shifted(labels))
-        tokens, _ = head.token_losses(self._hidden(input_ids, batch), targets)
-        return tokens.by_token()
+        hidden, link = self._hidden(input_ids, batch), self._executor.visits.link
+        if link is None:
+            return head.token_losses(hidden, targets)[0].by_token()
+        return self._shared(hidden, targets, link)
+
+    def _shared(self, hidden: torch.Tensor, targets: torch.Tensor, link: Link) -> torch.Tensor:
+        """Returns the losses on all ranks. One of them has the head."""
+        head = self._executor.visits.model.stages[-1]
+        losses = torch.zeros(targets.shape, dtype=torch.float64)
+        if not head.away:
+            link.all_arrived(hidden)
+            losses = self._executor.head.token_losses(hidden, targets)[0].by_token().contiguous()
+        link.settle()
+        return link.ranks.share(losses, self._executor.model.owners[head.index])
 
     def next_logits(self, batch: ForwardBatch, at: Sequence[tuple[int, int]], *, last: bool) -> torch.Tensor:
         """Returns the logits of the tokens that follow those `at` (row, place): (len(at), vocabulary) float32, in host memory.
@@ -127,6 +142,8 @@ class ForwardOnly:
         Only inside `open`. A stage's weights are there until the next one is asked for; ask for all, or call `stop_ahead`."""
         visits = self._executor.visits
         visits.begin_round(last=True)
+        if visits.link is not None:
+            visits.link.rest()
         visits.look_up(None)
         for planned in self.schedule.visits:
             visit, flat = visits.enter(planned.phase, planned.stage)
@@ -146,6 +163,8 @@ class ForwardOnly:
         assert rows <= self.rows, (rows, self.rows)
         parts = _micro_batches(batch, numerics, rows, width)
         executor.visits.divide(parts)
+        if executor.visits.link is not None:
+            executor.visits.link.begin_sweep(parts, width)
         divided = executor.streamed.divided(parts, batch.documents, width, step=numerics.document_step)
         ids, positions = executor.embeddings.place_ids(input_ids, torch.arange(width).unsqueeze(0))
         hidden = executor.streamed.hidden(ids, positions, divided)

@@ -76,7 +76,7 @@ class BlockPasses:
         with visits.forward(call.stage, x) as (visit, parameters):
             # Micro-batches seed the device. What the model's own forward draws between stages must not depend on that.
             state = visits.device.random_state()
-            y = self.compute(call, x, parameters, stash=visit.stash and visits.device.separate, sent=sent)
+            y = self.compute(call, x, parameters, stash=visit.stash and visits.fills_by_part(x), sent=sent)
             visits.device.restore_random_state(state)
         return y
 
@@ -88,11 +88,11 @@ class BlockPasses:
     def compute(
         self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool, sent: Gathering | None = None
     ) -> torch.Tensor:
-        """Computes a visit. `stash`: the boundary is copied to its place from the device, by micro-batch."""
+        """Computes a visit. `stash`: the boundary is copied to its place by micro-batch, from where it computes."""
         visits, activations = self.visits, self.activations[call.stage]
         y = Gathering(visits.crossings, x.shape)
-        micro_batches = visits.micro_batches(x)
-        arriving = visits.inputs(partial(_parts, each, [x]) for each in micro_batches)
+        micro_batches, gives = visits.micro_batches(x), visits.gives()
+        arriving = visits.inputs(partial(visits.parts, each, [x]) for each in micro_batches)
         with self._watch_routing(call.stage, parameters, recompute=False) as routed:
             for number, micro_batch in enumerate(micro_batches):
                 (part,) = arriving.take()
@@ -103,8 +103,8 @@ class BlockPasses:
                 visits.seed(call.stage, number)
                 if routed is not None:
                     routed.begin(number, micro_batch)
-                y.put(micro_batch, activations.forward(call.of(number), part, number, parameters))
-                if stash and part._version != version:
+                y.put(micro_batch, activations.forward(call.of(number), part, number, parameters), gives)
+                if stash and visits.device.separate and part._version != version:
                     raise self._written_into(call.stage, call.of(number), part)
                 if sent is not None:
                     sent.put(micro_batch, Sent.by(parameters).packed(micro_batch.end - micro_batch.first))
@@ -142,10 +142,10 @@ class BlockPasses:
         visits, activations = self.visits, self.activations[call.stage]
         micro_batches = visits.micro_batches(grad_y)
         batches = [grad_y] if other is None else [grad_y, other.gradients]
-        sources = (partial(lambda n, each: [x[n], *_parts(each, batches)], *each) for each in enumerate(micro_batches))
+        sources = (partial(lambda n, each: [x[n], *visits.parts(each, batches)], *each) for each in enumerate(micro_batches))
         arriving = visits.inputs(sources, after_upload=activations.begin)
         grad_x = Gathering(visits.crossings, grad_y.shape)
-        passes_on = visits.model.stages[call.stage].passes_on
+        passes_on, gives = visits.model.stages[call.stage].passes_on, visits.gives()
         with (
             visits.learning(call.stage, flat, total) as parameters,
             self._watch_routing(call.stage, parameters, recompute=True) as routed,
@@ -165,7 +165,7 @@ class BlockPasses:
                 del y, grad, more, roots  # each is as large as a micro-batch's boundary
                 if passes_on:
                     assert part.grad is not None
-                    grad_x.put(micro_batch, part.grad)
+                    grad_x.put(micro_batch, part.grad, gives)
                 if len(micro_batches) > 1:
                     visits.between()
         visits.boundaries.awaits(call.stage, *arriving.uploads)
@@ -226,7 +226,7 @@ class RangedPasses(BlockPasses):
         micro_batches, batches = visits.micro_batches(sent), [sent, *([] if is_first else [sums]), *([y] if is_last else [])]
         leaving, target = Leaving(visits.crossings), y if is_last else sums
         with visits.forward(stage, sent) as (visit, parameters):
-            arriving = visits.inputs(partial(_parts, part, batches) for part in micro_batches)
+            arriving, gives = visits.inputs(partial(visits.parts, part, batches) for part in micro_batches), visits.gives()
             for number, part in enumerate(micro_batches):
                 packed, *more = arriving.take()
                 if visit.stash and visits.device.separate:
@@ -236,7 +236,7 @@ class RangedPasses(BlockPasses):
                 flat_total = total.view(-1, total.shape[-1])
                 add_outputs(visits.stages[stage], parameters, Sent.of(packed, y.shape[-1], choices), flat_total, self._inside)
                 clear_padding(target, part)
-                leaving.put((more[0] + total).to(y.dtype) if is_last else total, part.of(target))
+                leaving.put((more[0] + total).to(y.dtype) if is_last else total, part.of(target), gives)
                 del packed, more, total, flat_total
                 visits.between()
             leaving.settle()
@@ -264,7 +264,7 @@ class RangedPasses(BlockPasses):
             if is_first and follows:
                 sent = visits.crossings.batches.lend((*grad_y.shape[:2], kept[0].shape[-1]), kept[0].dtype)
             sources = (
-                partial(lambda n, part: [kept[n] if kept else part.of(sent).contiguous(), *_parts(part, batches)], *one)
+                partial(lambda n, part: [kept[n] if kept else part.of(sent).contiguous(), *visits.parts(part, batches)], *one)
                 for one in enumerate(micro_batches)
             )
             arriving = visits.inputs(sources)
@@ -287,10 +287,6 @@ class RangedPasses(BlockPasses):
             leaving.settle()
             visits.boundaries.awaits(stage, *arriving.uploads)
         return sent
-
-
-def _parts(part: MicroBatch, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [part.of(whole).contiguous() for whole in batches]
 
 
 # ---- embeddings ---------------------------------------------------------------------------------------------------
@@ -420,7 +416,7 @@ class EmbeddingPasses(BlockPasses):
         sources = (ids,) if before is None else (ids, before)
         leaving = Leaving(visits.crossings)
         with visits.forward(stage), padding_at(module, None):
-            arriving = visits.inputs(partial(_parts, each, sources) for each in micro_batches)
+            arriving = visits.inputs(partial(visits.parts, each, sources) for each in micro_batches)
             for number, micro_batch in enumerate(micro_batches):
                 part_ids, *rows = arriving.take()
                 places = looked[number][stage - call.stage].places

@@ -62,6 +62,14 @@ class Ranks:
         """Returns what rank `root` gave. Others' values are not looked at. Raises PeerLost."""
         return self.gather(value if self.rank == root else None)[root]
 
+    def share(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """Fills a tensor in host memory with that of rank `root`, and returns it. Raises PeerLost."""
+        try:
+            dist.broadcast(tensor, group=self.group, group_src=root)
+        except RuntimeError as error:
+            raise self.lost(root if root != self.rank else (root + 1) % self.size, error) from error
+        return tensor
+
     def lost(self, peer: int, error: Exception) -> PeerLost:
         """Returns the error for a rank that no longer answers."""
         return PeerLost(peer, self.hosts[peer], str(error))

@@ -14,7 +14,7 @@ gradient of the sums of probabilities is the same for every micro-batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from .experts import Route
 _LOOK = "with train.deterministic=true a GPU computes the same numbers each time"
 Roots = list[tuple[torch.Tensor, torch.Tensor]]  # where backward begins beside a stage's output, with their gradients
 Real = tuple[torch.Tensor, torch.Tensor]  # which tokens are no padding, (rows, tokens) bool: in host memory, on the device
+RawCounts = list[list[Any]]  # stage, mixture of it, tokens of each expert
 Key = tuple[int, int, int]  # stage, mixture of it, micro-batch of a sweep
 
 
@@ -111,13 +112,13 @@ class Routing:
 
     def begin_step(self, step: int) -> None:
         self._step = step
+        if self._balance is not None:
+            self._balance.begin()
         if not self._mixtures:
             return
         self._sent.clear()
         self._forward_choices.clear()
         self._differ.zero_()
-        if self._balance is not None:
-            self._balance.begin()
 
     def begin_sweep(self, before: int, real: Real | None) -> None:
         """Begins a sweep. `before`: micro-batches of the step before it; `real`: of its rows."""
@@ -140,16 +141,28 @@ class Routing:
         model has none."""
         if not self._mixtures:
             return None
-        names = {stage.index: stage.name for stage in self._mixtures}
-        several = {stage for stage, mixture in self._sent if mixture}
+        return self.named_counts(self.raw_counts())
+
+    def raw_counts(self) -> RawCounts:
+        """Returns for other ranks how many tokens of the step each expert got, by stage and mixture of it."""
+        return [[stage, mixture, counts.tolist()] for (stage, mixture), counts in self._sent.items()]
+
+    def named_counts(self, raw: RawCounts) -> dict[str, tuple[int, ...]]:
+        """Returns such counts by mixture in running order."""
+        several = {stage for stage, mixture, _ in raw if mixture}
         return {
-            f"{names[stage]} {mixture + 1}" if stage in several else names[stage]: tuple(counts.tolist())
-            for (stage, mixture), counts in sorted(self._sent.items())
+            f"{self._model.stages[stage].name}{f' {mixture + 1}' if stage in several else ''}": tuple(counts)
+            for stage, mixture, counts in sorted(raw)
         }
 
     def aux_loss(self) -> float | None:
         """Returns the step's auxiliary loss, without its coefficient; None: there is none. Waits for the device."""
         return None if self._balance is None else self._balance.loss().result()[0]
+
+    def share(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Adds up what forward counted for the auxiliary loss on all ranks, which backward needs."""
+        if self._balance is not None:
+            self._balance.add_up(gather)
 
     # ---- a visit -------------------------------------------------------------------------------------------------
 
@@ -220,6 +233,14 @@ class Balance:
         self._counts.zero_()
         self._sums.zero_()
         self._rows, self._slope = 0, None
+
+    def add_up(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Adds up all ranks' counts, and sums in their order."""
+        found = gather([self._rows, self._counts.tolist(), self._sums.tolist()])
+        rows, counts, sums = zip(*found, strict=True)
+        self._rows = sum(rows)
+        self._counts.copy_(torch.tensor(counts).sum(0))
+        self._sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(0))
 
     @torch.no_grad()
     def count(self, logits: torch.Tensor, real: torch.Tensor | None, tokens: int) -> None:

@@ -6,7 +6,7 @@ Between them pass whole-batch tensors, in host memory or on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..spec.plan import MicroBatch
 from .anatomy import Anatomy
 from .attention import Documents, longest
-from .calls import CallsByLength, ModuleState, StageCall, boundary_of, one_row_masks, own_forward, with_boundary
+from .calls import CallsByLength, Made, ModuleState, StageCall, boundary_of, one_row_masks, own_forward, with_boundary
 from .compiled import CompiledBlocks
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -96,6 +96,8 @@ class Tape:
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
+        # Gets the stage and the input of every call whose input is an output.
+        self.looks: Callable[[int, GradientEdge], None] = lambda stage, edge: None
         self.divided: Divided | None = None
         self._calls: list[Streamed] = []
         self._number = 0  # calls in this forward so far
@@ -120,6 +122,8 @@ class Tape:
     def run(self, call: Call, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """Runs the stage on `x`, records the call and returns the output."""
         edge = get_gradient_edge(x) if x.requires_grad else None
+        if edge is not None:
+            self.looks(call.stage, edge)
         streamed = Streamed(call, None if x.is_floating_point() else x, edge)
         self._calls.append(streamed)
         y: torch.Tensor = StreamedStage.apply(anchor, x.detach(), streamed, self._passes)  # type: ignore[no-untyped-call]
@@ -147,6 +151,25 @@ class Tape:
             del gradient
 
 
+def sources_of(edge: GradientEdge) -> tuple[list[int], bool]:
+    """Returns the stages of whose outputs the model's own forward made a tensor, and whether it is one of them as it is."""
+    found, seen, left = set[int](), set[Any](), list[Any]([edge.node])
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if _is_streamed(node):
+            found.add(node.streamed.call.stage)
+        else:
+            left += [before for before, _ in node.next_functions if before is not None]
+    return sorted(found), _is_streamed(edge.node)
+
+
+def _is_streamed(node: object) -> bool:
+    return isinstance(node, StreamedStage._backward_cls)
+
+
 class StageState:
     """Makes a stage forget its earlier forwards. To look for something to forget takes 50 us, so it is done before the first
     forwards, once in each forward of the model, and always if something was found."""
@@ -161,16 +184,17 @@ class StageState:
 
 
 def streamed_forward(
-    stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, state: StageState | None = None
-) -> Callable[..., Any]:
+    stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, state: StageState | None = None,
+    made: Made | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Returns the replacement for one stage's `forward`. Every tensor beside the stage's input must be the same for all
-    rows."""
+    rows. `made`: what the forward returns, where it may be another rank's."""
     anchor = torch.zeros((), requires_grad=True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call, x = StageCall.split(name, original, args, kwargs)
         call = call.map_tensors(passes.shared)
-        structure: list[Any] = []
+        structure: list[Any] = [] if made is None else [made.structure]
 
         def run_of(call: StageCall) -> Forward:
             def run(part: torch.Tensor) -> torch.Tensor:
@@ -192,11 +216,12 @@ def streamed_forward(
 
 class StreamedModel:
     """Hands a model's stages to `passes` until it is closed. `inside`, if given, is called during a stage's forward, to start
-    what prefetched data allows: a visit of one micro-batch is long where the calling thread computes it."""
+    what prefetched data allows: a visit of one micro-batch is long where the calling thread computes it. `made`: what the
+    stages return, where other ranks compute some."""
 
     def __init__(
         self, anatomy: Anatomy, passes: Passes, device: torch.device, inside: Callable[..., None] | None, *,
-        on_device: bool = False, compiled: CompiledBlocks | None = None,
+        on_device: bool = False, compiled: CompiledBlocks | None = None, made: Mapping[int, Made] | None = None,
     ) -> None:  # fmt: skip
         self._replaced: list[nn.Module] = []
         self._states: list[StageState] = []  # of these
@@ -215,7 +240,9 @@ class StreamedModel:
             self._moved_buffers += place_buffers(stage.module, device)
             state = StageState(stage.module) if stage.kind == "block" else None  # others keep nothing
             self._states += [] if state is None else [state]
-            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, state)
+            stage.module.forward = streamed_forward(
+                index, stage.name, original, self.tape, passes, state, None if made is None else made[index]
+            )
         if on_device:  # the model's own forward also computes there
             self._moved_buffers += place_buffers(anatomy.model, device)
         self._between = ModuleState(anatomy.model, excluded=anatomy.modules())

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,11 +25,14 @@ from .activations import Boundaries
 from .anatomy import Installed
 from .compute_weights import ComputeWeights
 from .context import Context
-from .crossings import AfterUpload, Arriving, Crossings, HostInputs
+from .crossings import AfterUpload, Arriving, Crossings, HostInputs, TakeResult
 from .devices.base import Moment
 from .gradients import GradientSum, GradientSums, HandOver
 from .moves import DaemonMoves
 from .updates import DeviceStates
+
+if TYPE_CHECKING:
+    from .link import Link  # loads torch.distributed, which one process does not need
 
 BETWEEN_STAGES = 1 << 30  # the stage number of random streams in the model's own forward
 INSIDE = 5e-4  # seconds between looks inside a stage's forward: its layers take microseconds, or tenths of a second
@@ -78,6 +81,7 @@ class Visits:
         self._watcher = watcher
         # By identity of the source: masks and positions on the device.
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.link: Link | None = None  # to other ranks
 
     def _lookahead(self, schedule: Schedule) -> Lookahead:
         return Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self.tick)
@@ -95,6 +99,8 @@ class Visits:
         self._visited.clear()
         self.lookahead.begin_step(last=last)
         self._shared.clear()
+        if self.link is not None:
+            self.link.follow(self.schedule)
 
     @contextmanager
     def following(self, schedule: Schedule) -> Iterator[None]:
@@ -151,6 +157,8 @@ class Visits:
         exception: only visits that resume a sum take slots for them ahead of time, and not before this visit has its own.
         """
         visit = self.lookahead.enter(lambda visit: self._stash(visit, boundary))
+        if self.link is not None:
+            self.link.enter(visit)
         assert (visit.phase, visit.stage) == (phase, stage), (visit, phase, stage)
         span = None if visit.owner is None else self.residency.records[visit.owner].span
         flat = None
@@ -163,8 +171,23 @@ class Visits:
 
     def _stash(self, visit: Visit, boundary: torch.Tensor | None) -> None:
         assert boundary is not None
-        keep = self.boundaries.room if self.device.separate else self.boundaries.stash
+        keep = self.boundaries.room if self.fills_by_part(boundary) else self.boundaries.stash
         keep(visit.stage, boundary, self.micro_batches(boundary), self.residency.wait_until)
+
+    def fills_by_part(self, boundary: torch.Tensor) -> bool:
+        """Tells whether a boundary is kept micro-batch by micro-batch, because it is not in host memory, or not yet."""
+        return self.device.separate or (self.link is not None and self.link.awaits(boundary))
+
+    def parts(self, part: MicroBatch, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns a micro-batch of tensors of the whole batch, once it is there: another rank may still compute it."""
+        if self.link is not None:
+            for whole in batches:
+                self.link.arrived(whole, part)
+        return [part.of(whole).contiguous() for whole in batches]
+
+    def gives(self) -> TakeResult | None:
+        """Returns what takes each result of the visit's micro-batches, if another rank needs them."""
+        return None if self.link is None else self.link.gives()
 
     def inputs(self, sources: Iterable[HostInputs], after_upload: AfterUpload = lambda number: None) -> Arriving:
         """Begins to bring the inputs of the visit's micro-batches, when it waits for nothing else. The first goes before the

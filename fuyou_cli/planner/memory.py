@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from ..core.errors import UsageError
 from ..core.process import held
 from ..core.units import MiB, align_up, gib
 from ..spec.hardware import HardwareProfile
@@ -36,6 +37,7 @@ from .layout import (
     micro_boundary,
     need_rest,
     range_sums,
+    ring_boundaries,
 )
 from .plan_request import PlanRequest
 
@@ -84,7 +86,7 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     the model's own forward holds between stages. A separate device has such boundaries in the arena, or all of this in its own
     memory. On device cpu it also counts the stage that needs most. A cut head has the last hidden state, its gradient in
     float32 and at the end in the compute dtype, and maximum, sum and target of every token. Ranges of experts hold one more
-    boundary, what they are sent, and sums in float32.
+    boundary, what they are sent, and sums in float32. A rank of several holds what it receives and sends.
     """
     numerics, step_tokens = request.group, request.numerics.tokens
     tokens = numerics.tokens
@@ -100,7 +102,8 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
         # Losses of every token, summed at the end in the order of one sweep.
         losses = 4 * step_tokens if request.is_swept else 0
         whole = max(whole, hidden + held(12 * tokens) + losses)
-    whole += (2 + bool(request.norm_first) + model.has_ranges) * boundary + sums + 64 * step_tokens
+    boundaries = 2 + bool(request.norm_first) + model.has_ranges + ring_boundaries(model)
+    whole += boundaries * boundary + sums + 64 * step_tokens
     stage = max(stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages)
     return ComputeMemory(whole_batch=whole, stage=0 if request.device == "cuda" else stage)
 
@@ -324,7 +327,12 @@ def _of_model(same: _Same) -> tuple[int, int]:
 def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
     """Decides whether the batch stays on the device. It stays if it fits beside spans for weights, sums, and the pass that
     needs most, whatever that pass keeps. Nothing else on the device saves more copies per byte. If the device's memory is not
-    known, the batch does not stay. It always stays if boundaries rest there."""
+    known, the batch does not stay. It always stays if boundaries rest there, and never where other ranks need it."""
+    if model.owners:
+        if request.boundaries == "gpu":
+            hint = "leave offload.activations to the planner, or start one rank"
+            raise UsageError("with several ranks no inputs of blocks rest in a GPU's memory", hint=hint)
+        return replace(request, batch_on_device=False)
     if request.batch_on_device is not None or request.device == "cpu":
         return request
     staying = replace(request, batch_on_device=True)

@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,6 +49,9 @@ from fuyou_cli.swap.store import Arena, Store
 from tests import emulated
 
 from .comparing import Outcome
+
+if TYPE_CHECKING:
+    from fuyou_cli.engine.ranks import Ranks
 
 emulated.register()  # scripts that take steps with it have no conftest
 
@@ -239,11 +242,15 @@ class Rig:
         through: Callable[[SwapDaemon], Any] = lambda daemon: daemon,  # what the executor takes for the daemon
         compiled: CompiledBlocks | None = None,
         data_sums: bool = False,
+        ranks: Ranks | None = None,  # of several processes, each with a rig
+        owners: tuple[int, ...] = (),  # the rank of each stage
     ) -> None:
         device = EVERYWHERE if EVERYWHERE and opened is None else device
         self.subject, self.anatomy, self.optimizer, self._compiled = subject, subject.anatomy, optimizer, compiled
         self.spec, self.losses = subject.spec if compiled is None else as_compiled(subject.spec), list[float]()
-        self.outcomes = list[StepOutcome]()
+        self.outcomes, self._ranks = list[StepOutcome](), ranks
+        if ranks is not None:
+            self.spec, batch_on_device = self.spec.of_rank(owners, ranks.rank), False
         self.request = PlanRequest(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
@@ -278,7 +285,7 @@ class Rig:
         self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.executor = Executor(
             anatomy=self.anatomy, model=self.spec, plan=plan, daemon=through(self.daemon), memory=self.memory,
-            device=self.device, optimizer=self.optimizer, compiled=self._compiled,
+            device=self.device, optimizer=self.optimizer, compiled=self._compiled, ranks=self._ranks,
         )  # fmt: skip
         self._stack.callback(self.executor.close)
         self.put_weights(self.subject.initial)

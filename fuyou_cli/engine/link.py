@@ -1,0 +1,315 @@
+"""Passes boundaries of stages, and their gradients, between the ranks of a run.
+
+Every rank runs the model's own forward. Where it calls a stage that another rank computes, this rank either receives the
+output, if it computes the next stage, or goes on with zeros that nobody reads. What is received comes by micro-batch into
+one tensor of the whole batch, and compute waits for each when it needs it. Receives are posted when the visit before begins.
+What is sent is held until it has left; a rank sends two boundaries at a time.
+
+All ranks do the same visits in one order, in which every message goes from a visit to the next one. So whatever the earliest
+unfinished visit waits for has been sent or will be, and no owner map makes ranks wait for each other for ever
+(`tests/planner/test_ring.py` replays many).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import UsageError
+from ..planner.ring import NOTHING, Boundary, Exchange, calls, exchanges
+from ..planner.schedule import Schedule, Visit
+from ..spec.model import ModelSpec
+from ..spec.plan import MicroBatch
+from .anatomy import Anatomy
+from .calls import TRIED, Made, stage_calls
+from .ranks import FIRST_TAG, Ranks
+
+_SENDS_AT_ONCE = 2  # boundaries on their way to other ranks
+_NUMBERS = 1 << 12  # tags of the micro-batches of one boundary
+
+WaitUntil = Callable[[Callable[[], bool], str], None]
+Lend = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A message under way. `is_over` raises its error."""
+
+    ranks: Ranks
+    peer: int
+    done: bool = False
+    error: Exception | None = None
+
+    def is_over(self) -> bool:
+        if self.error is not None:
+            raise self.ranks.lost(self.peer, self.error)
+        return self.done
+
+
+class _InOrder:
+    """Waits for messages in order, on a thread: gloo tells that one is over only to who waits for it."""
+
+    def __init__(self, name: str) -> None:
+        self._asked: queue.SimpleQueue[tuple[Any, _Ticket] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Any, ticket: _Ticket) -> None:
+        self._asked.put((work, ticket))
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            work, ticket = asked
+            try:
+                work.wait()
+                ticket.done = True
+            except RuntimeError as error:
+                ticket.error = error
+            del work, asked  # they hold the message's memory
+
+    def close(self) -> None:
+        """Lets the thread end after what it waits for. It is not waited for: a peer may never answer."""
+        self._asked.put(None)
+
+
+def made_by(anatomy: Anatomy, model: ModelSpec) -> dict[int, Made]:
+    """Finds what each call of a stage returns, by stage, on fake tensors."""
+    made: list[Made] = []
+    stage_calls(anatomy.model, anatomy.modules(), shape=(1, TRIED[1]), made=made)
+    called = [call[0] for call in calls(model) if model.stages[call[0]].kind != "head"]
+    if len(called) != len(made):
+        what = f"{model.architecture} calls its {len(called)} stages {len(made)} times"
+        raise UsageError(what, hint="start one rank: the stages of this model cannot be shared out")
+    return dict(zip(called, made, strict=True))
+
+
+@dataclass(eq=False, slots=True)
+class Incoming:
+    """What is received for one visit: a tensor of the whole batch, and a message for each micro-batch. Each lies at the
+    beginning of its rows, closely, until it is spread over them."""
+
+    boundary: Boundary
+    whole: torch.Tensor
+    parts: tuple[MicroBatch, ...]
+    tickets: list[_Ticket] = field(default_factory=list)
+    spread: int = 0  # micro-batches in their places
+
+    def closely(self, part: MicroBatch) -> torch.Tensor:
+        """Returns where the values of a micro-batch arrive."""
+        rows = self.whole[part.rows]
+        shape = (part.end - part.first, part.width, *rows.shape[2:])
+        return rows.reshape(-1)[: torch.Size(shape).numel()].view(shape)
+
+    def place(self, number: int) -> None:
+        """Spreads a micro-batch over its rows. Padding is zero."""
+        part = self.parts[number]
+        if part.width < self.whole.shape[1]:
+            values = self.closely(part).clone()
+            self.whole[part.rows].zero_()
+            part.of(self.whole).copy_(values)
+
+
+class Link:
+    """Passes boundaries for one executor. `lend`: gives memory for a whole batch; `made`: what the calls of stages return, by
+    stage; `taken`, `given`: bytes of boundaries so far."""
+
+    def __init__(self, ranks: Ranks, model: ModelSpec, made: dict[int, Made], *, lend: Lend, wait_until: WaitUntil) -> None:
+        self.ranks, self._model, self._made, self._lend, self._wait_until = ranks, model, made, lend, wait_until
+        self.taken = self.given = 0
+        listed = [call[0] for call in calls(model)]
+        self._next = dict(pairwise(listed))
+        self._before = {after: before for before, after in pairwise(listed)}
+        self._direct: set[int] = set()  # stages whose output is the next one's input as it is
+        self._looked: set[int] = set()  # stages whose inputs were followed to where they come from
+        self._exchanges: tuple[Exchange, ...] = ()
+        self._visits: tuple[Visit, ...] = ()
+        self._parts: tuple[MicroBatch, ...] = ()  # of the sweep
+        self._shape = (0, 0)  # its rows and tokens
+        self._cursor = -1
+        self._incoming: dict[int, Incoming] = {}  # by the visit that takes it
+        self._by_memory: dict[int, Incoming] = {}  # of the visit under way and the next, by address
+        self._sending: deque[tuple[Boundary, list[_Ticket]]] = deque()
+        self._sent = 0  # micro-batches of what the visit under way gives
+        self._receiver, self._sender = _InOrder("fuyou-receiving"), _InOrder("fuyou-sending")
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+    # ---- a schedule ----------------------------------------------------------------------------------------------
+
+    def follow(self, schedule: Schedule) -> None:
+        """Begins a schedule anew."""
+        self._visits, self._exchanges = schedule.visits, exchanges(self._model, schedule)
+        self._cursor = -1
+        self._incoming.clear()
+        self._by_memory.clear()
+
+    def begin_sweep(self, parts: tuple[MicroBatch, ...], width: int) -> None:
+        """Begins a sweep over these micro-batches, of rows of `width` tokens."""
+        self._parts, self._shape = parts, (parts[-1].end, width)
+
+    def enter(self, visit: Visit) -> None:
+        """Begins a visit, and posts what the next one takes."""
+        self._incoming.pop(self._cursor, None)
+        self._cursor, self._sent = visit.index, 0
+        current = self._incoming.get(self._cursor)
+        self._by_memory = {} if current is None else {current.whole.data_ptr(): current}
+        ahead = self._cursor + 1
+        if self._of(ahead).takes is not None and self._visits[ahead].sweep == visit.sweep:
+            self._receive(ahead)
+
+    def _of(self, index: int) -> Exchange:
+        return self._exchanges[index] if 0 <= index < len(self._exchanges) else NOTHING
+
+    def rest(self) -> None:
+        """Lets visits come in which nothing is computed, until the schedule begins anew."""
+        self._exchanges = ()
+
+    # ---- receiving -----------------------------------------------------------------------------------------------
+
+    def awaited(self, stage: int, *, backward: bool) -> torch.Tensor | None:
+        """Returns the whole batch that the next visit takes, whose micro-batches may still be on their way (`arrived`); None if
+        the next visit takes no output of `stage`, or no gradient of it."""
+        takes = self._of(self._cursor + 1).takes
+        if takes is None or (takes.stage, takes.backward) != (stage, backward):
+            return None
+        incoming = self._receive(self._cursor + 1)
+        self._by_memory[incoming.whole.data_ptr()] = incoming
+        if not backward and stage not in self._direct:
+            self.all_arrived(incoming.whole)
+        return incoming.whole.detach()  # autograd gives what a call returns a graph
+
+    def _receive(self, index: int) -> Incoming:
+        if index in self._incoming:
+            return self._incoming[index]
+        boundary = self._exchanges[index].takes
+        assert boundary is not None
+        made = self._made[boundary.stage]
+        whole = self._lend((*self._shape, made.size), made.dtype)
+        self._incoming[index] = incoming = Incoming(boundary, whole, self._parts)
+        for number, part in enumerate(self._parts):
+            ticket, target = _Ticket(self.ranks, boundary.peer), incoming.closely(part)
+            incoming.tickets.append(ticket)
+            try:
+                work = dist.irecv(target, group=self.ranks.group, group_src=boundary.peer, tag=_tag(boundary, number))
+            except RuntimeError as error:
+                raise self.ranks.lost(boundary.peer, error) from error
+            self._receiver.put(work, ticket)
+            self.taken += target.nbytes
+        return incoming
+
+    def awaits(self, whole: torch.Tensor) -> bool:
+        """Tells whether the whole batch comes from another rank."""
+        return bool(self._by_memory) and whole.data_ptr() in self._by_memory
+
+    def arrived(self, whole: torch.Tensor, part: MicroBatch) -> None:
+        """Waits until a micro-batch of the whole batch is there, if it comes from another rank."""
+        incoming = self._by_memory.get(whole.data_ptr())
+        if incoming is not None and part in incoming.parts:
+            self._wait(incoming, incoming.parts.index(part) + 1)
+
+    def all_arrived(self, whole: torch.Tensor) -> None:
+        incoming = self._by_memory.get(whole.data_ptr())
+        if incoming is not None:
+            self._wait(incoming, len(incoming.parts))
+
+    def _wait(self, incoming: Incoming, count: int) -> None:
+        for number in range(incoming.spread, count):
+            self._wait_until(incoming.tickets[number].is_over, f"boundary of rank {incoming.boundary.peer}")
+            incoming.place(number)
+            incoming.spread = number + 1
+
+    # ---- sending -------------------------------------------------------------------------------------------------
+
+    def gives(self) -> Callable[[torch.Tensor], None] | None:
+        """Returns what sends the next micro-batch of what the visit under way gives; None if it gives nothing, or if the model
+        computes something before it is another rank's."""
+        boundary = self._of(self._cursor).gives
+        if boundary is None or (boundary.backward and boundary.stage not in self._direct):
+            return None
+        return lambda part: self._send(boundary, part)
+
+    def give_whole(self, stage: int, whole: torch.Tensor, *, backward: bool) -> bool:
+        """Sends what the visit under way gives of `stage`, unless its micro-batches were sent one by one. Returns whether it
+        gives that."""
+        boundary = self._of(self._cursor).gives
+        if boundary is None or (boundary.stage, boundary.backward) != (stage, backward):
+            return False
+        for part in self._parts[self._sent :]:
+            self._send(boundary, part.of(whole))
+        return True
+
+    def _send(self, boundary: Boundary, part: torch.Tensor) -> None:
+        if not self._sent:
+            while len(self._sending) >= _SENDS_AT_ONCE:
+                self._settle_one()
+            self._sending.append((boundary, []))
+        ticket, part = _Ticket(self.ranks, boundary.peer), part.detach().contiguous()
+        try:
+            work = dist.isend(part, group=self.ranks.group, group_dst=boundary.peer, tag=_tag(boundary, self._sent))
+        except RuntimeError as error:
+            raise self.ranks.lost(boundary.peer, error) from error
+        self._sender.put(work, ticket)
+        self._sending[-1][1].append(ticket)
+        self._sent += 1
+        self.given += part.nbytes
+
+    def settle(self) -> None:
+        """Waits until everything sent has left."""
+        while self._sending:
+            self._settle_one()
+
+    def _settle_one(self) -> None:
+        boundary, tickets = self._sending.popleft()
+        for ticket in tickets:
+            self._wait_until(ticket.is_over, f"boundary to rank {boundary.peer}")
+
+    # ---- stages of other ranks -----------------------------------------------------------------------------------
+
+    def follows_here(self, stage: int) -> bool:
+        """Tells whether this rank computes what the model calls after `stage`."""
+        return stage in self._next and self._model.owners[self._next[stage]] == self.ranks.rank
+
+    def zeros(self, stage: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns what stands for a stage's output, or its gradient: nobody reads it. `like`: rows and tokens come first."""
+        made = self._made[stage]
+        return torch.zeros((), dtype=made.dtype, device=like.device).expand(*like.shape[:2], made.size)
+
+    def zeros_before(self, stage: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Returns what stands for the gradient of a stage's input; None for ids."""
+        before = self._before.get(stage)
+        is_first = before is None or self._model.stages[stage].kind == "embedding"
+        return None if is_first or before is None else self.zeros(before, like)
+
+    def looks(self, stage: int, sources: Sequence[int], *, direct: bool) -> None:
+        """Takes note of where the input of a stage comes from: the stages of whose outputs the model makes it. `direct`: it is
+        one's output as it is. Raises UsageError if another rank has what it needs."""
+        before, owners = self._before.get(stage), self._model.owners
+        if before is None or stage in self._looked:
+            return
+        self._looked.add(stage)
+        for source in sources:
+            if source != before and len(set(owners[source : stage + 1])) > 1:
+                one, other = self._model.stages[source].name, self._model.stages[stage].name
+                raise UsageError(
+                    f"{self._model.architecture} uses the output of {one} again for {other}, which another rank may compute",
+                    hint="start one rank: the stages of this model cannot be shared out",
+                )
+        if direct:
+            self._direct.add(before)
+
+    def has_looked(self, stage: int) -> bool:
+        return stage in self._looked
+
+
+def _tag(boundary: Boundary, number: int) -> int:
+    return FIRST_TAG + (2 * boundary.stage + boundary.backward) * _NUMBERS + number % _NUMBERS

@@ -1,0 +1,274 @@
+"""The same steps by one process and by several ranks of torch.distributed (gloo), and what may differ between them: nothing.
+
+    with Workers(3) as workers:
+        compare(CASES["llama"], workers, ranks=2)
+
+Workers are spawned once, as each loads torch and transformers, and take one case after the other. Also a module of
+`scripts/prove_ranks.py`, which runs every family.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import multiprocessing
+import random
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.engine.forward_only import ForwardOnly
+from fuyou_cli.planner.ring import deal, groups, link_bytes
+from fuyou_cli.recipe.schema import AdapterSection
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import MicroBatch
+
+from . import families
+from .rig import Rectangle, Rig, Shape, Subject
+
+STEPS, BLOCKS = 3, 4
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+
+
+def deeper(config: PreTrainedConfig, blocks: int = BLOCKS) -> PreTrainedConfig:
+    """Returns a configuration with more blocks."""
+    if isinstance(config, transformers.GPTNeoConfig):
+        types, layers = [[["global", "local"], blocks // 2]], ["global", "local"] * (blocks // 2)
+        return transformers.GPTNeoConfig(
+            **{**config.to_dict(), "num_layers": blocks, "attention_types": types, "attention_layers": layers}
+        )
+    key = "n_layer" if isinstance(config, (transformers.GPT2Config, transformers.GPTJConfig)) else "num_hidden_layers"
+    # The kinds of layers follow from their number.
+    kept = {name: value for name, value in config.to_dict().items() if name not in ("layer_types", "num_hidden_layers")}
+    return type(config)(**{**kept, key: blocks})
+
+
+def _named(name: str) -> PreTrainedConfig:
+    """Returns a family's configuration by its name, or another one's."""
+    gated = {**families._GATED, **families._ENDS}
+    others: dict[str, Callable[[], PreTrainedConfig]] = {
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**gated, **_EXPERTS),
+        "gpt_oss": lambda: transformers.GptOssConfig(**gated, num_local_experts=4, head_dim=8, sliding_window=8),
+        "tied llama": lambda: families.llama(tie_word_embeddings=True),
+        "gpt2, dropout": lambda: families.gpt2(dropout=0.1),
+        "opt, projected": lambda: families.opt(projected_to=16),
+        "granite": lambda: transformers.GraniteConfig(**gated, embedding_multiplier=3.0, residual_multiplier=0.5),
+    }
+    return others[name]() if name in others else families.FAMILIES[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Describes steps that are taken by one process and by ranks. `way`: of `Rig`; `owners`: "deal", or a seed to draw them;
+    `lengths`: of rows, in micro-batches of their own width; `broken`: the step whose input gives no finite loss."""
+
+    family: str
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    way: Mapping[str, Any] = field(default_factory=dict)
+    owners: str | int = "deal"
+    adapter: bool = False
+    documents: tuple[tuple[int, ...], ...] = ()
+    widths: tuple[int, ...] = ()  # of the micro-batches
+    evaluates: bool = False
+    breaks: bool = False  # a weight of the second block is NaN
+    skips: bool = False
+    blocks: int = BLOCKS
+    steps: int = STEPS
+
+    def subject(self) -> Subject:
+        shape = Shape(**{"batch": 8, "micro": 2, **self.shape})
+        adapter = AdapterSection(r=4) if self.adapter else None
+        subject = Subject(deeper(_named(self.family), self.blocks), shape, adapter=adapter, apart=bool(self.documents))
+        if self.breaks:
+            name = next(name for name in subject.initial if ".1." in name and name.endswith("weight"))
+            subject.initial[name].view(-1)[0] = torch.nan
+        return subject
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process saw. `states`: digests of everything at rest, by stage and kind; `stalls`: causes of waits."""
+
+    numbers: list[Any]  # of every step: loss, norm, skipped, counts of experts, auxiliary loss
+    states: dict[tuple[int, str], str]
+    moved: tuple[int, int]  # bytes of the store, read and written
+    predicted: tuple[int, int] = (0, 0)  # of a step, by the plan
+    link: tuple[int, int] = (0, 0)  # bytes of boundaries, taken and given
+    planned: tuple[int, int] = (0, 0)
+    sent: int = 0  # other bytes to ranks
+    evaluated: list[float] = field(default_factory=list)
+    stalls: tuple[str, ...] = ()
+    error: str = ""
+
+
+def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = ()) -> Seen:
+    """Takes the case's steps here. `ranks`: None for one process."""
+    subject = case.subject()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Rig(subject, Path(folder), ranks=ranks, owners=owners, **case.way) as rig,
+    ):
+        rig.executor.may_skip = case.skips
+        sent = 0 if ranks is None else ranks.sent
+        error, evaluated = "", list[float]()
+        try:
+            for number, (ids, labels) in enumerate(subject.batches(case.steps), start=1):
+                rig.outcomes.append(_step(case, rig, number, ids, labels))
+        except FuyouError as found:
+            error = f"{type(found).__name__}: {found.message}"
+        if not error:
+            rig.executor.drain()
+        counters, link = rig.counters(), rig.executor.visits.link
+        crossed = (0, 0) if link is None else (link.taken, link.given)
+        if case.evaluates and not error:
+            forward = ForwardOnly(rig.executor)
+            with forward.open():
+                evaluated = forward.losses(Rectangle(ids, labels), last=True).sum(-1).tolist()
+        stalls = tuple(rig.executor.visits.residency.stalls)
+        computed = case.shape.get("batch", 8) * subject.shape.tokens if not case.widths else sum(2 * w for w in case.widths)
+        planned = link_bytes(rig.spec, rig.executor.visits.schedule, computed, rig.plan.sweeps)
+        return Seen(
+            numbers=[(one.loss, one.grad_norm, one.skipped, one.sent, one.aux_loss, one.label_tokens) for one in rig.outcomes],
+            states={} if error else at_rest(rig),
+            moved=(counters.read_bytes, counters.written_bytes),
+            predicted=(rig.plan.predicted.read_per_step, rig.plan.predicted.written_per_step),
+            link=crossed,
+            planned=(case.steps * planned[0], case.steps * planned[1]),
+            sent=0 if ranks is None else ranks.sent - sent,
+            evaluated=evaluated,
+            stalls=stalls,
+            error=error,
+        )
+
+
+def _step(case: Case, rig: Rig, number: int, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    last = number == case.steps
+    if not case.documents and not case.widths:
+        return rig.step(ids, labels, number, last=last) and rig.outcomes.pop()
+    options: dict[str, Any] = {}
+    if case.documents:
+        options["documents"] = [list(each) for each in case.documents]
+    if case.widths:
+        parts = [MicroBatch(first=2 * n, end=2 * n + 2, width=w, longest=w) for n, w in enumerate(case.widths)]
+        for part in parts:
+            labels[part.rows, part.width :] = -100
+        options["sweeps"] = [tuple(parts)]
+    return rig.executor.step(ids, labels, step=number, lr=rig.optimizer.lr, last=last, **options)
+
+
+def at_rest(rig: Rig) -> dict[tuple[int, str], str]:
+    """Digests weights and states of a drained rig."""
+    found = {}
+    for stage, _ in rig._stages():
+        sizes = {"weights": stage.trained_weight_bytes, "frozen": stage.frozen_weight_bytes}
+        sizes |= {name: stage.state_size(name) for name in ("remainder", "momentum", "variance")}  # type: ignore[arg-type]
+        for name, size in sizes.items():
+            if size:
+                resting = rig._resting(stage, name, torch.uint8, size)  # type: ignore[arg-type]
+                found[stage.index, name] = hashlib.sha256(resting.numpy().tobytes()).hexdigest()
+    return found
+
+
+def owners_of(case: Case, spec: ModelSpec, ranks: int) -> tuple[int, ...]:
+    if case.owners == "deal":
+        return deal(spec, ranks)
+    chance, listed = random.Random(case.owners), groups(spec)
+    blocks = [n for n, group in enumerate(listed) if any(spec.stages[stage].kind == "block" for stage in group)]
+    first = dict(zip(chance.sample(blocks, ranks), range(ranks), strict=True))
+    given = {n: first.get(n, chance.randrange(ranks)) for n in range(len(listed))}
+    return tuple(given[n] for _, n in sorted((stage, n) for n, group in enumerate(listed) for stage in group))
+
+
+# ---- workers -----------------------------------------------------------------------------------------------------------
+
+
+def work(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
+    """Takes cases from `jobs` until there is None. A case of fewer ranks than workers is the first ones'."""
+    import torch.distributed as dist
+
+    from fuyou_cli.engine.ranks import Ranks
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    worlds = {count: dist.new_group(list(range(count)), backend="gloo") for count in range(2, size + 1)}
+    joined: dict[int, Ranks] = {}
+    while (job := jobs.get()) is not None:
+        case, count = job
+        try:
+            if count not in joined:
+                joined[count] = Ranks(worlds[count])
+            results.put((rank, run(case, joined[count], owners_of(case, case.subject().spec, count))))
+        except BaseException:
+            results.put((rank, traceback.format_exc()))
+
+
+class Workers:
+    """Processes that are ranks of one group."""
+
+    def __init__(self, size: int) -> None:
+        context, self._folder = multiprocessing.get_context("spawn"), tempfile.TemporaryDirectory()
+        self._results = context.Queue()
+        self._jobs = [context.Queue() for _ in range(size)]
+        store = str(Path(self._folder.name) / "store")
+        self.processes = [
+            context.Process(target=work, args=(rank, size, store, jobs, self._results), daemon=True)
+            for rank, jobs in enumerate(self._jobs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for jobs in self._jobs:
+            jobs.put(None)
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+        self._folder.cleanup()
+
+    def start(self, case: Case, ranks: int) -> None:
+        for jobs in self._jobs[:ranks]:
+            jobs.put((case, ranks))
+
+    def seen(self, ranks: int) -> list[Seen]:
+        """Returns what each rank saw of the case that was started."""
+        found: dict[int, Any] = {}
+        while len(found) < ranks:
+            rank, seen = self._results.get(timeout=240)
+            assert isinstance(seen, Seen), f"rank {rank}: {seen}"
+            found[rank] = seen
+        return [found[rank] for rank in range(ranks)]
+
+
+def compare(case: Case, workers: Workers, ranks: int) -> tuple[Seen, list[Seen]]:
+    """Takes the same steps here and by ranks, and compares everything but times. Returns what both saw."""
+    workers.start(case, ranks)
+    alone = run(case)
+    among = workers.seen(ranks)
+    states: dict[tuple[int, str], str] = {}
+    for seen in among:
+        assert seen.error == alone.error
+        assert repr(seen.numbers) == repr(alone.numbers)  # as NaN is not itself
+        assert seen.evaluated == alone.evaluated
+        assert not states.keys() & seen.states.keys()
+        states |= seen.states
+        assert seen.error or seen.link == seen.planned, (seen.link, seen.planned)
+        assert seen.sent <= case.steps * (64 << 10)
+    assert states == alone.states
+    assert alone.error or all(math.isfinite(one[0]) or case.skips for one in alone.numbers)
+    return alone, among
+
+
+def in_dtype(case: Case, dtype: str) -> Case:
+    return replace(case, shape={**case.shape, "dtype": dtype})

@@ -1,0 +1,87 @@
+"""Steps by several ranks of torch.distributed, bit for bit those of one process. Every family in both dtypes, on two ranks and
+on three: scripts/prove_ranks.py.
+
+Costs about a minute of two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from drawn import every
+
+from .families import FAMILIES
+from .ring import Case, Workers, compare, in_dtype
+
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
+CASES: dict[str, Case] = {
+    "no clipping": Case(family="llama", shape=BFLOAT16, way={"clip": None}),
+    "all in RAM": Case(family="llama", way={"home": "cpu"}),
+    "as planned": Case(family="llama", way={"home": None}),
+    "sweeps": Case(family="llama", shape=BFLOAT16, way={"sweeps": 2}),
+    "norm first": Case(family="llama", shape=BFLOAT16, way={"norm_first": True, "lookahead": 2}),
+    "dropout, tied, learned positions": Case(family="gpt2, dropout"),
+    "a tied head": Case(family="tied llama", shape=BFLOAT16),
+    "a cut head": Case(family="llama", shape={"vocabulary": 40, "chunk": 5}),
+    "a tied and cut head": Case(family="tied llama", shape={"vocabulary": 40}, way={"norm_first": True}),
+    "projections": Case(family="opt, projected"),
+    "LoRA": Case(family="llama", shape=BFLOAT16, adapter=True),
+    "int8 states": Case(family="qwen3", shape={"states": "int8"}),
+    "Lion": Case(family="qwen3", shape={"rule": "lion"}),
+    "outputs kept": Case(family="llama", way={"kept": "all"}),
+    "a mixture": Case(family="qwen3_moe", shape={"router_aux_loss": 0.05}, evaluates=True),
+    "another mixture": Case(family="gpt_oss", shape={**BFLOAT16, "router_aux_loss": 0.05}),
+    "ranges of experts": Case(family="qwen3_moe", shape={"experts": 2}, owners=3),
+    "documents apart": Case(family="llama", documents=((9, 7), (16,), (4, 12), (16,)) * 2),
+    "unlike widths": Case(family="gpt2", widths=(16, 8, 16, 4)),
+    "the emulated device": Case(family="llama", shape=BFLOAT16, way={"device": "emulated"}, evaluates=True),
+    "the emulated device, all in RAM": Case(family="llama", way={"device": "emulated", "home": "cpu", "clip": None}),
+    "the emulated device, unlike widths": Case(family="gpt2", widths=(16, 8, 4, 16), way={"device": "emulated"}),
+    "the emulated device, ranges of experts": Case(family="qwen3_moe", shape={"experts": 2}, way={"device": "emulated"}),
+    "evaluations": Case(family="gemma2", evaluates=True),
+    "a multiplier behind the embedding": Case(family="granite"),
+}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(3) as found:
+        yield found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_on_two_ranks(family: str, workers: Workers) -> None:
+    compare(in_dtype(Case(family=family), "bfloat16"), workers, 2)
+
+
+@pytest.mark.parametrize("family", every(3, FAMILIES))
+def test_families_on_three_ranks(family: str, workers: Workers) -> None:
+    compare(Case(family=family, owners=len(family)), workers, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_two_ranks(name: str, workers: Workers) -> None:
+    compare(CASES[name], workers, 2)
+
+
+def test_bytes_of_the_stores_are_those_of_one(workers: Workers) -> None:
+    """Each rank's are as it planned, to the byte. Their sum is one process's where as many blocks stay in slots at a turn."""
+    case = Case(family="llama", blocks=5, steps=4)
+    (alone, among), (_, before) = compare(case, workers, 2), compare(replace(case, steps=3), workers, 2)
+    for seen, less in zip(among, before, strict=True):
+        assert tuple(a - b for a, b in zip(seen.moved, less.moved, strict=True)) == seen.predicted
+    assert tuple(map(sum, zip(*(seen.moved for seen in among), strict=True))) == alone.moved
+
+
+def test_waits_have_names(workers: Workers) -> None:
+    _, (first, second) = compare(Case(family="llama", way={"home": "cpu"}), workers, 2)
+    assert "boundary of rank 1" in first.stalls and "boundary of rank 0" in second.stalls
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_all_ranks_refuse_what_one_does(skips: bool, workers: Workers) -> None:
+    """A weight that is NaN is in everybody's numbers at once; with clipping nothing was updated by then."""
+    alone, _ = compare(Case(family="llama", breaks=True, skips=skips), workers, 2)
+    assert alone.error.startswith("NumericsError: step 1: the loss") or (skips and alone.numbers[0][2])
