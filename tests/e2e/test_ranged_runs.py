@@ -25,7 +25,7 @@ from .running import interrupt, planned, prepared_run, sums, train
 from .test_inference import streamed
 from .test_mixture_runs import SIZES
 
-STEPS = 4
+STEPS = 3
 SAVED = 24 * MiB  # of a block's experts, 50 MiB in float32
 LORA: dict[str, Any] = {"adapter": {"r": 4, "target_modules": "all-linear"}}
 
