@@ -50,8 +50,7 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )  # fmt: skip
         torch.manual_seed(3)
         transformers.GPT2LMHeadModel(config).save_pretrained(folder / name)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / "other" / file).write_bytes((folder / "model" / file).read_bytes())
+    copy_tokenizer(folder, folder / "other")
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in ROWS))
     return folder
 
@@ -70,20 +69,29 @@ def longrope(materials: Path) -> Path:
 
 
 def write_llama(materials: Path, name: str, **sizes: Any) -> Path:
-    """Writes a tiny Llama beside the other models, with their tokenizer."""
+    usual = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0}
+    return write_model(materials, materials / name, "LlamaConfig", **usual, **ends, **sizes)
+
+
+def write_model(materials: Path, folder: Path, kind: str, *, dtype: str = "float32", **sizes: Any) -> Path:
+    """Writes a tiny model of this configuration as transformers does, with the tokenizer of the others, once."""
     import torch
     import transformers
 
-    folder = materials / name
-    config = transformers.LlamaConfig(
-        vocab_size=len(transformers.AutoTokenizer.from_pretrained(materials / "model")), num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, **sizes,
-    )  # fmt: skip
-    torch.manual_seed(4)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((materials / "model" / file).read_bytes())
+    if not folder.exists():
+        words = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
+        config = getattr(transformers, kind)(vocab_size=words, **sizes)
+        torch.manual_seed(4)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        copy_tokenizer(materials, folder)
     return folder
+
+
+def copy_tokenizer(materials: Path, folder: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(materials / "model" / file, folder / file)
 
 
 def _write_tokenizer(directory: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import reference
 from fuyou_cli.training.length import tokenised_rows
 
-from .conftest import PLACES, NewProject, Project
+from .conftest import PLACES, NewProject, Project, copy_tokenizer
 from .running import prepared_run
 
 Printed = Callable[..., str]
@@ -94,8 +93,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> Printed:
 @pytest.fixture
 def asked(new_project: NewProject, materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """Makes a folder of a tokenizer alone, and short samples but for one whose answer is cut off."""
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(materials / "model" / file, tmp_path / file)
+    copy_tokenizer(materials, tmp_path)
     monkeypatch.chdir(tmp_path)
     prompts = [f"From the harbour to the {place}, please:" for place in PLACES]
     prompts[3] *= 6

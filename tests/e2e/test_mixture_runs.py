@@ -26,7 +26,7 @@ from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import Spread
 from fuyou_cli.training.state.at_rest import saved_store
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, Whole, write_model
 from .running import interrupt, prepared_run, store_of, sums, train
 from .test_inference import in_memory, streamed
 from .test_quantised_runs import decoded
@@ -52,18 +52,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write(materials: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes a tiny mixture as transformers does, with the tokenizer of the other models."""
-    folder = materials / f"{family}-{dtype}".replace("torch.", "")
-    if not folder.exists():
-        kind, sizes = MODELS[family]
-        words = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
-        config = getattr(transformers, kind)(vocab_size=words, **{**SIZES, **sizes})
-        torch.manual_seed(4)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((materials / "model" / file).read_bytes())
-    return folder
+def write(materials: Path, family: str) -> Path:
+    kind, sizes = MODELS[family]
+    return write_model(materials, materials / family, kind, **{**SIZES, **sizes})
 
 
 def finetuned(project: Project) -> Path:

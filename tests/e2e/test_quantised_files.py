@@ -25,7 +25,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.manifest import Untouched
 from tests.quantised_checkpoint import fp8, mxfp4, of_fp8
 
-from .conftest import NewProject, Project
+from .conftest import NewProject, Project, write_model
 from .running import interrupt, planned, prepared_run, store_of, train
 from .test_inference import losses_of, streamed
 
@@ -78,14 +78,7 @@ def models(materials: Path) -> Callable[[str], tuple[Path, Path]]:
         if packed.exists():
             return packed, decoded
         made, sizes = MADE[kind]
-        words = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
-        torch.manual_seed(5)
-        model = transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, made)(vocab_size=words, **SIZES, **sizes), dtype=torch.float32
-        )
-        model.bfloat16().save_pretrained(decoded)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(materials / "model" / file, decoded / file)
+        write_model(materials, decoded, made, dtype="bfloat16", **SIZES, **sizes)
         shutil.copytree(decoded, packed)
         parts = {name: _stored(kind, name, value) for name, value in load_file(decoded / "model.safetensors").items()}
         save_file({n: v for part, _ in parts.values() for n, v in part.items()}, packed / "model.safetensors", {"format": "pt"})

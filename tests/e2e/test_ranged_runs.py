@@ -20,7 +20,7 @@ from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.prepare import Ready
 from fuyou_cli.training.state.at_rest import saved_store
 
-from .conftest import NewProject, Project
+from .conftest import NewProject, Project, write_model
 from .running import interrupt, planned, prepared_run, sums, train
 from .test_inference import streamed
 from .test_mixture_runs import SIZES
@@ -30,28 +30,14 @@ SAVED = 24 * MiB  # of a block's experts, 50 MiB in float32
 LORA: dict[str, Any] = {"adapter": {"r": 4, "target_modules": "all-linear"}}
 
 
-WIDE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen3_moe": (transformers.Qwen3MoeConfig, {"num_experts": 32, "moe_intermediate_size": 2048, "head_dim": 16}),
-    "granitemoe": (transformers.GraniteMoeConfig, {"num_local_experts": 32, "intermediate_size": 2048}),
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 32, "moe_intermediate_size": 2048, "head_dim": 16}),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 32, "intermediate_size": 2048}),
     "gpt_oss": (  # one tensor for all experts
-        transformers.GptOssConfig,
+        "GptOssConfig",
         {"num_local_experts": 32, "intermediate_size": 2048, "head_dim": 16, "pad_token_id": 0},
     ),
 }
-
-
-def _written(materials: Path, family: str) -> Path:
-    folder = materials / f"wide-{family}"
-    if folder.exists():
-        return folder
-    words = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
-    torch.manual_seed(4)
-    kind, wide = WIDE[family]
-    config = kind(vocab_size=words, **{**SIZES, **wide})
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((materials / "model" / file).read_bytes())
-    return folder
 
 
 @pytest.fixture
@@ -59,9 +45,11 @@ def projects(new_project: NewProject, materials: Path) -> Any:
     """Gives projects(name, keys, fits=..., family=...), whose budget is too small for a whole block unless it `fits`."""
 
     def make(name: str, changes: dict[str, Any] | None = None, *, fits: bool = False, family: str = "qwen3_moe") -> Project:
+        kind, wide = WIDE[family]
+        model = write_model(materials, materials / f"wide-{family}", kind, **{**SIZES, **wide})
         usual = {
-            "model.name_or_path": str(_written(materials, family)), "precision": {"compute": "float32"},
-            "train.max_steps": STEPS, "train.micro_batch_size": 2, "export.at_end": False,
+            "model.name_or_path": str(model), "precision": {"compute": "float32"}, "train.max_steps": STEPS,
+            "train.micro_batch_size": 2, "export.at_end": False,
         }  # fmt: skip
         keys = usual | (changes or {})
         if fits:

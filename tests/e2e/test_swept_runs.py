@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from drawn import every
-from transformers import AutoConfig
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 
-from .conftest import NewProject, Whole
+from .conftest import NewProject, Whole, write_llama
 from .running import STEPS, assert_same_exports, interrupt, manifest_of, planned, train
 
 ONE = 24  # tokens of a micro-batch
 
 
 @pytest.fixture(scope="module")
-def llama(materials: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Makes an untied Llama with the tokenizer of the others."""
-    folder = tmp_path_factory.mktemp("llama") / "model"
-    shutil.copytree(materials / "model", folder)
-    for file in (*folder.glob("*.safetensors"), *folder.glob("*config.json")):
-        if file.name != "tokenizer_config.json":
-            file.unlink()
-    config = transformers.LlamaConfig(
-        vocab_size=AutoConfig.from_pretrained(materials / "model").vocab_size, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, bos_token_id=0, eos_token_id=0, attention_dropout=0.1,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+def llama(materials: Path) -> str:
+    """An untied one with dropout."""
+    return str(write_llama(materials, "dropping", hidden_size=32, intermediate_size=64, attention_dropout=0.1))
 
 
 def _changes(model: str, **more: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fuyou_cli.training.exporting import export_store, how_to_load
 from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.state.at_rest import saved_store
 
-from .conftest import NewProject
+from .conftest import NewProject, copy_tokenizer
 from .running import interrupt, planned, prepared_run, run_of, train
 from .test_inference import in_memory, streamed
 
@@ -47,8 +47,7 @@ def whole_gemma(materials: Path) -> Path:
     )  # fmt: skip
     torch.manual_seed(3)
     transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((materials / "model" / file).read_bytes())
+    copy_tokenizer(materials, folder)
     (folder / "preprocessor_config.json").write_text('{"size": 28}')
     return folder
 
