@@ -255,8 +255,11 @@ class Whole:
     store: Path
 
 
+WholeOf = Callable[..., Whole]
+
+
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Callable[..., Whole]:
+def whole(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> WholeOf:
     """Gives whole({dotted key: value}), a run of six steps that nobody stopped, made once for all tests of this process."""
     from .running import STEPS, train  # which speaks of this file's Project
 
@@ -338,8 +341,11 @@ class Command:
         return data
 
 
+CommandIn = Callable[[Project], Command]
+
+
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Project], Command]:
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandIn:
     """Gives command(project), which runs `fuyou` in its folder."""
     return lambda project: Command(capsys, monkeypatch, project.folder)
 

@@ -23,7 +23,7 @@ from fuyou_cli.training.length import learning_rate, loaded
 from fuyou_cli.training.prepare import Ready
 from fuyou_cli.training.state.at_rest import saved_store
 
-from .conftest import Command, NewProject, Project, Whole
+from .conftest import CommandIn, NewProject, Project, WholeOf
 from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
 from .test_inference import losses_of, streamed
 
@@ -132,9 +132,7 @@ def test_a_saved_run_keeps_its_adapter(lora: NewProject) -> None:
 
 
 @pytest.mark.usefixtures("untuned")
-def test_the_command_exports_what_peft_loads_and_goes_on_with(
-    lora: NewProject, tmp_path: Path, command: Callable[[Project], Command]
-) -> None:
+def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, tmp_path: Path, command: CommandIn) -> None:
     """The loss of the next step is that of the run itself, had it gone on."""
     constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}}
     longer = lora("longer", constant | {"train.max_steps": STEPS + 1})
@@ -203,7 +201,7 @@ def test_a_run_starts_from_what_peft_saves_in_bfloat16(lora: NewProject, llama: 
     assert saved.keys() == ours.keys() and all(torch.equal(saved[name], ours[name]) for name in saved)
 
 
-def test_a_missing_start_is_only_a_note_of_a_plan(lora: NewProject, command: Callable[[Project], Command]) -> None:
+def test_a_missing_start_is_only_a_note_of_a_plan(lora: NewProject, command: CommandIn) -> None:
     project = lora(changes={"adapter": {"r": 4, "from": "nowhere"}})
     code, out, err = command(project)("plan", "recipe.yaml")
     missing = "adapter.from: there is no adapter_config.json in nowhere"
@@ -214,7 +212,7 @@ def test_a_missing_start_is_only_a_note_of_a_plan(lora: NewProject, command: Cal
 
 @pytest.mark.usefixtures("untuned")
 def test_an_output_folder_with_an_adapter_whose_store_lies_elsewhere(
-    lora: NewProject, tmp_path: Path, command: Callable[[Project], Command]
+    lora: NewProject, tmp_path: Path, command: CommandIn
 ) -> None:
     """Its model is that of the store, merged; so is what is exported."""
     project = lora(changes={"train.max_steps": 2, "export.at_end": True, "offload.dir": "drive"})
@@ -231,7 +229,7 @@ def test_an_output_folder_with_an_adapter_whose_store_lies_elsewhere(
     assert streamed(tmp_path / "merged") == pytest.approx(streamed(project.out), rel=1e-6)
 
 
-def test_a_model_is_not_merged(whole: Callable[..., Whole], tmp_path: Path) -> None:
+def test_a_model_is_not_merged(whole: WholeOf, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a model and no adapter"):
         run_export(whole().store, tmp_path / "out", [], dtype=None, merged=True)
     assert not (tmp_path / "out").exists()

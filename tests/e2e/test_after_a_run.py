@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +18,12 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import saved_store, verify_store
 from tests.damage import flip
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, WholeOf
 from .running import exported, manifest_of, prepared_run, store_of, train
 from .test_evaluation import EXACT, in_memory, with_sets
 
 
-def test_a_model_a_store_and_an_output_folder(new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path) -> None:
+def test_a_model_a_store_and_an_output_folder(new_project: NewProject, whole: WholeOf, tmp_path: Path) -> None:
     """Gives the losses of transformers with the whole model in memory."""
     changes = {**EXACT, "dataset.eval_fraction": 0.1}
     project, store = new_project(changes=changes), whole(EXACT).store

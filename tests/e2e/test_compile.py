@@ -3,7 +3,6 @@ that repeats itself on a GPU: what is asked of torch, on the emulated device, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from fuyou_cli.training.plan_step import settle
 from fuyou_cli.training.prepare import fetch, tokenise
 from fuyou_cli.training.run import Run
 
-from .conftest import NewProject, Whole
+from .conftest import NewProject, WholeOf
 from .running import STEPS, interrupt, planned, run_of, silent, train
 
 COMPILED = {"train.max_steps": STEPS, "train.compile": True}
@@ -34,7 +33,7 @@ def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_alike_and_resumes_alike(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_it_learns_alike_and_resumes_alike(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project(changes=COMPILED)
     losses, _ = train(project)
     assert losses == pytest.approx(whole({"train.max_steps": STEPS}).losses, rel=1e-4)
@@ -90,7 +89,7 @@ def _asked() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), bool(torch.utils.deterministic.fill_uninitialized_memory)
 
 
-def test_torch_is_asked_while_the_run_lasts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_torch_is_asked_while_the_run_lasts(new_project: NewProject, whole: WholeOf) -> None:
     """Checks that memory is not filled for it; the CPU's bits are those without it."""
     before, seen = _asked(), set[tuple[bool, bool]]()
     losses = train(new_project(changes=REPEATED), lambda run: seen.add(_asked()))[0]

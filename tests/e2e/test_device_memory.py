@@ -3,7 +3,6 @@ states may rest there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -21,7 +20,7 @@ from fuyou_cli.training.run import Run, naming_device_errors
 from fuyou_cli.training.state.manifest import TENSORS
 from tests.emulated import EmulatedDevice
 
-from .conftest import NewProject, Whole
+from .conftest import NewProject, WholeOf
 from .running import STEPS, interrupt, prepared_run, run_of, sums, train
 
 MiB = 1 << 20
@@ -29,7 +28,7 @@ EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
 
 
 def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
-    new_project: NewProject, capsys: pytest.CaptureFixture[str], whole: Callable[..., Whole]
+    new_project: NewProject, capsys: pytest.CaptureFixture[str], whole: WholeOf
 ) -> None:
     project = new_project(changes={**EMULATED, "offload.max_memory.gpu": "64MiB"})
     planned = gib(prepared_run(project).planned.plan.predicted.gpu_peak)
@@ -51,7 +50,7 @@ def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
     assert train(project)[0] == whole(EMULATED).losses
 
 
-def test_outputs_that_stay_there_change_no_loss(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_outputs_that_stay_there_change_no_loss(new_project: NewProject, whole: WholeOf) -> None:
     """Keeps outputs as the recipe asks, as far as the device has room; all of it is within the limit at any time."""
     keeping = {**EMULATED, "offload.max_memory.gpu": "64MiB", "offload.activations": "keep"}
     project, peaks = new_project(changes=keeping), list[int]()
@@ -111,7 +110,7 @@ def test_what_to_do_depends_on_what_is_there(
 
 
 def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: WholeOf
 ) -> None:
     expected = whole(EMULATED).losses
     monkeypatch.setattr(EmulatedDevice, "_register", lambda self, address, size: False)
@@ -141,7 +140,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("where", WHERE, ids=["emulated", "cuda"])
 @pytest.mark.parametrize("way", every(2, WAYS))
-def test_the_same_bits_rest_on_the_store(way: dict[str, Any], where: dict[str, Any], whole: Callable[..., Whole]) -> None:
+def test_the_same_bits_rest_on_the_store(way: dict[str, Any], where: dict[str, Any], whole: WholeOf) -> None:
     ours, theirs = whole({**THERE, **way, **where}), whole({**HOST, **way, **where})
     assert ours.losses == theirs.losses
     assert sums(ours.store) == sums(theirs.store)
@@ -152,7 +151,7 @@ def test_the_same_bits_rest_on_the_store(way: dict[str, Any], where: dict[str, A
 @pytest.mark.parametrize("where", WHERE, ids=["emulated", "cuda"])
 @pytest.mark.parametrize(("first", "then"), [(THERE, HOST), (HOST, THERE)])
 def test_a_run_goes_on_with_other_homes(
-    first: dict[str, str], then: dict[str, str], where: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
+    first: dict[str, str], then: dict[str, str], where: dict[str, Any], new_project: NewProject, whole: WholeOf
 ) -> None:
     project = new_project(changes={**first, **where, "train.max_steps": STEPS})
     with pytest.raises(Interrupted):
@@ -172,9 +171,7 @@ def test_nothing_of_it_is_in_ram(new_project: NewProject) -> None:
 
 
 @pytest.mark.parametrize(("limit", "clip"), every(3, product(["1400KiB", "64MiB"], [0.5, None])))
-def test_a_device_is_filled_and_never_passed(
-    limit: str, clip: float | None, new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
+def test_a_device_is_filled_and_never_passed(limit: str, clip: float | None, new_project: NewProject, whole: WholeOf) -> None:
     """Plans for a machine whose copies are slow: the same bits, within what the plan has of the device."""
     same = {"train.clip_grad_norm": clip, "train.max_steps": STEPS}
     auto = {key: "auto" for key in (*THERE, "offload.boundaries") if key != "offload.device"}

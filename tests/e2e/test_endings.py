@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_log import JsonlLog, read_log
 
-from .conftest import HANGS, Command, NewProject, Project, Whole, ended
+from .conftest import HANGS, CommandIn, NewProject, Project, WholeOf, ended
 from .running import STEPS, exported, interrupt, manifest_of, run_of, store_of, train
 
 LONG = {"train.max_steps": 10_000, "export.at_end": False}
@@ -49,7 +49,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, whole: WholeOf) -> None:
     unread = new_project("unread")
     os.mkfifo(pipe := unread.folder / "pipe")
     into_it = (
@@ -70,7 +70,7 @@ def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, who
 
 @pytest.mark.parametrize("changes", [{}, UNCLIPPED], ids=["clipped", "unclipped"])
 def test_a_log_on_a_full_disk_saves_the_step_and_is_named(
-    changes: dict[str, object], new_project: NewProject, whole: Callable[..., Whole]
+    changes: dict[str, object], new_project: NewProject, whole: WholeOf
 ) -> None:
     project = new_project(changes={"train.max_steps": STEPS, **changes})
     log = JsonlLog(project.out / "log.jsonl")
@@ -93,7 +93,7 @@ def test_a_log_on_a_full_disk_saves_the_step_and_is_named(
     assert losses == whole(changes).losses
 
 
-def test_any_error_between_micro_batches_saves_the_step_before(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_any_error_between_micro_batches_saves_the_step_before(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
 
     def fail(run: Run) -> None:
@@ -125,7 +125,7 @@ def test_nohup_keeps_its_meaning(new_project: NewProject) -> None:
 
 @pytest.mark.parametrize("presses", [2, 3])
 def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(
-    presses: int, new_project: NewProject, whole: Callable[..., Whole]
+    presses: int, new_project: NewProject, whole: WholeOf
 ) -> None:
     """The first signal of `interrupt`, then others in the same micro-batch."""
     project, heard = new_project(changes=UNCLIPPED), list[str]()
@@ -144,9 +144,7 @@ def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(
 
 
 @pytest.mark.parametrize(("every", "code"), [(1, 130), (None, 1)])
-def test_a_second_signal_stops_at_once(
-    every: int | None, code: int, new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
+def test_a_second_signal_stops_at_once(every: int | None, code: int, new_project: NewProject, whole: WholeOf) -> None:
     """Signals in the middle of a backward that could still be given up at the next micro-batch."""
     changes = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": every}
     project, heard = new_project(changes=changes), list[str]()
@@ -191,9 +189,7 @@ def test_numbers_that_fail_again_are_not_recommended(new_project: NewProject) ->
 
 
 @pytest.mark.usefixtures("untuned")
-def test_an_output_in_the_way_is_refused_before_training(
-    new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_an_output_in_the_way_is_refused_before_training(new_project: NewProject, command: CommandIn) -> None:
     project = new_project()
     (project.out / "model").mkdir(parents=True)
     (project.out / "model" / "thesis.tex").write_text("precious")
@@ -242,7 +238,7 @@ def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewPro
 
 
 @pytest.mark.usefixtures("untuned")
-def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject, command: CommandIn) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
     fuyou = command(project)
     for number in range(3):

@@ -21,7 +21,7 @@ from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.manifest import Evaluated
 
-from .conftest import Command, NewProject, Project, Whole
+from .conftest import CommandIn, NewProject, Project, WholeOf
 from .running import STEPS, manifest_of, prepared_run, run_of, train
 
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
@@ -63,9 +63,7 @@ def in_memory(model_dir: Path, ready: Any, name: str) -> float:
 
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("clip", every(2, [0.5, None]), ids=["clipped", "unclipped"])
-def test_beside_training(
-    clip: float | None, new_project: NewProject, whole: Callable[..., Whole], command: Callable[[Project], Command]
-) -> None:
+def test_beside_training(clip: float | None, new_project: NewProject, whole: WholeOf, command: CommandIn) -> None:
     changes = {**EXACT, "train.clip_grad_norm": clip}
     project = new_project(changes=changes)
     with_sets(project, changes)
@@ -87,7 +85,7 @@ def test_beside_training(
     assert err.count("eval at step 2  held-out  loss ") == 1
 
 
-def test_stopped_in_an_evaluation(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_stopped_in_an_evaluation(new_project: NewProject, whole: WholeOf) -> None:
     """The step before is saved; the run resumed evaluates there anew, and its losses are those of one never stopped."""
     project = new_project(changes=EXACT)
     with_sets(project, EXACT)
@@ -107,9 +105,7 @@ def test_stopped_in_an_evaluation(new_project: NewProject, whole: Callable[..., 
 
 
 @pytest.mark.parametrize("stopped_after", [2, 3])
-def test_early_stopping_goes_on_from_where_it_was(
-    stopped_after: int, new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
+def test_early_stopping_goes_on_from_where_it_was(stopped_after: int, new_project: NewProject, whole: WholeOf) -> None:
     """Ends the run after two evaluations that are no better, in one process or in two; the next command trains no further."""
     changes = {**EXACT, "train.early_stopping": {"patience": 2, "min_delta": 100.0}}
     project, seen = new_project(changes=changes), list[int]()

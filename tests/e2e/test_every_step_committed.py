@@ -21,7 +21,7 @@ from fuyou_cli.training.state.saver import Commits
 from fuyou_cli.training.state.store_folders import LOSSES
 from tests.damage import flip
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, WholeOf
 from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
 from .test_stopping import RAM
 
@@ -70,9 +70,7 @@ def _dies_at(step: int, visit: int) -> Callable[[Run], None]:
 
 
 @pytest.mark.parametrize("place", every(6, PLACES))
-def test_a_run_that_dies_anywhere_is_the_same_run(
-    place: str, new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
-) -> None:
+def test_a_run_that_dies_anywhere_is_the_same_run(place: str, new_project: NewProject, tmp_path: Path, whole: WholeOf) -> None:
     changes = {**PLACES[place], "train.max_steps": STEPS}
     expected = whole(changes)
     project = new_project("broken", changes)
@@ -100,7 +98,7 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
 
 @pytest.mark.parametrize(("device", "apart"), every(2, [("cpu", 3), ("cpu", 1), ("emulated", 9), ("emulated", 1)]))
 def test_a_step_that_measures_its_norm_first_may_end_at_any_visit(
-    device: str, apart: int, llama: Path, new_project: NewProject, whole: Callable[..., Whole]
+    device: str, apart: int, llama: Path, new_project: NewProject, whole: WholeOf
 ) -> None:
     """Compares with a run whose updates wait for the norm. `apart`: visits from one end to the next."""
     changes = {"model.name_or_path": str(llama), "train.max_steps": STEPS}
@@ -131,7 +129,7 @@ def test_a_step_that_measures_its_norm_first_may_end_at_any_visit(
     ],
     ids=["float32", "int8", "bfloat16", "lion", "lion, unclipped"],
 )
-def test_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: WholeOf) -> None:
     """Compares weights, remainders and moments, and the draws that round them, by the sums of all extents."""
     project = new_project("broken", {**changes, "train.max_steps": STEPS})
     with pytest.raises(Died):
@@ -145,7 +143,7 @@ def test_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProj
 
 @pytest.mark.parametrize("tensor", every(2, TRAINED))
 def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
-    tensor: str, stopped: Project, tmp_path: Path, whole: Callable[..., Whole]
+    tensor: str, stopped: Project, tmp_path: Path, whole: WholeOf
 ) -> None:
     saved = manifest_of(stopped)
     extent = next(getattr(stage, tensor) for stage in saved.stages if stage.params)
@@ -177,7 +175,7 @@ def test_where_no_state_is_whole_nothing_is_computed(stopped: Project) -> None:
     assert manifest_of(stopped) == saved
 
 
-def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, whole: WholeOf) -> None:
     expected = whole().losses
     saved = manifest_of(stopped)
     path = store_of(stopped) / manifests.NAME
@@ -187,7 +185,7 @@ def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, whole
     assert train(stopped)[0] == expected
 
 
-def test_losses_that_are_gone_hinder_nothing(stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_losses_that_are_gone_hinder_nothing(stopped: Project, whole: WholeOf) -> None:
     expected = whole().losses
     (store_of(stopped) / LOSSES).unlink()
     heard: list[str] = []
@@ -199,7 +197,7 @@ def test_losses_that_are_gone_hinder_nothing(stopped: Project, whole: Callable[.
 
 
 def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: WholeOf
 ) -> None:
     """The flush of one commit fails, once: it is not tried again, for a second one would seem to work."""
     project = new_project(changes={"train.max_steps": STEPS})
@@ -258,7 +256,7 @@ def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -
     assert written == per_commit * STEPS // every
 
 
-def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProject, whole: WholeOf) -> None:
     """Checks that what is gone on with from there ends as if nobody had stopped."""
     changes = {**AUTO, "train.max_steps": STEPS}
     project = new_project(changes=changes)

@@ -37,7 +37,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.resume import find_saved
 from fuyou_cli.training.state.store_folders import begin_parts, read_part
 
-from .conftest import Command, NewProject, Project, Whole
+from .conftest import CommandIn, NewProject, Project, WholeOf
 from .running import STEPS, interrupt, run_of, train
 
 COMMITS = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": 1, "export.at_end": False}
@@ -127,7 +127,7 @@ ALIKE = (1, 2, 4, 6, 12, 16, 18)
 )  # fmt: skip
 def test_what_a_drive_does_to_a_saved_run(
     faults: tuple[str, ...], files: tuple[str, ...], change: Callable[[Path], object] | None, code: int, told: tuple[str, ...],
-    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command], whole: Callable[..., Whole],
+    on_drive: Project, drive: FaultyDrive, command: CommandIn, whole: WholeOf,
 ) -> None:  # fmt: skip
     """Goes over manifest, parts, store and lock: unreadable, forbidden, missing or damaged. What is refused changes no byte."""
     (store,) = (drive.behind / "store").iterdir()
@@ -205,7 +205,7 @@ def test_weights_that_cannot_be_read_now_have_the_remedy_of_their_drive(
 
 
 def test_what_a_store_keeps_of_its_model_and_cannot_be_read_now(
-    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+    on_drive: Project, drive: FaultyDrive, command: CommandIn
 ) -> None:
     """Is its drive's fault, whichever command reads it; a copy of it is not said to fail as it is written."""
     run = command(on_drive)
@@ -228,7 +228,7 @@ def test_what_a_store_keeps_of_its_model_and_cannot_be_read_now(
 
 
 def test_losses_that_cannot_be_read_now_are_not_told_as_numbers(
-    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+    on_drive: Project, drive: FaultyDrive, command: CommandIn
 ) -> None:
     run = command(on_drive)
     assert run("finetune", "recipe.yaml")[0] == 0
@@ -240,9 +240,7 @@ def test_losses_that_cannot_be_read_now_are_not_told_as_numbers(
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "mask.bin"])
-def test_rows_that_cannot_be_read_in_a_step(
-    name: str, drive: FaultyDrive, new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_rows_that_cannot_be_read_in_a_step(name: str, drive: FaultyDrive, new_project: NewProject, command: CommandIn) -> None:
     """They are no part of the process's memory, where a drive that fails would end it by SIGBUS."""
     changes = {**COMMITS, "dataset.cache_dir": str(drive.path / "tokenised"), "offload.dir": "store"}
     run = command(new_project("project", changes))
@@ -261,7 +259,7 @@ def test_rows_that_cannot_be_read_in_a_step(
 
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_a_state_of_which_nothing_is_whole_is_not_said_to_continue(
-    unreadable: bool, on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+    unreadable: bool, on_drive: Project, drive: FaultyDrive, command: CommandIn
 ) -> None:
     store = next(drive.path.glob("store/*/store.bin"))
     if unreadable:
@@ -282,7 +280,7 @@ def test_a_state_of_which_nothing_is_whole_is_not_said_to_continue(
 
 
 def test_verify_and_export_without_permission_do_not_say_that_nothing_is_there(
-    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+    on_drive: Project, drive: FaultyDrive, command: CommandIn
 ) -> None:
     (store,) = (drive.path / "store").iterdir()
     run = command(on_drive)
@@ -332,7 +330,7 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
 
 
 def test_a_drive_that_is_not_mounted_is_not_taken_for_a_new_one(
-    new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
+    new_project: NewProject, tmp_path: Path, whole: WholeOf
 ) -> None:
     """Tells by what it noted for this user, and where that is lost by the log of the run."""
     place = tmp_path / "drive"
@@ -363,9 +361,7 @@ def test_a_drive_that_is_not_mounted_is_not_taken_for_a_new_one(
         subprocess.run(["umount", "-l", place], capture_output=True, check=False)
 
 
-def test_what_is_hidden_while_it_is_open_is_waited_for(
-    drive: FaultyDrive, new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_what_is_hidden_while_it_is_open_is_waited_for(drive: FaultyDrive, new_project: NewProject, command: CommandIn) -> None:
     """Removes the folders of `doctor` and of a measurement where the end of a file is told late; says what stays for good."""
     drive.fault(*WITHOUT, "RELEASE * -200")
     code, out, err = command(new_project("project"))("doctor", "--dir", str(drive.path))
@@ -383,7 +379,7 @@ def test_what_is_hidden_while_it_is_open_is_waited_for(
 
 
 def test_a_drive_without_its_server_and_one_over_quota_say_what_to_do(
-    tmp_path: Path, new_project: NewProject, command: Callable[[Project], Command]
+    tmp_path: Path, new_project: NewProject, command: CommandIn
 ) -> None:
     with faulty_drive(tmp_path / "mounted", *WITHOUT) as drive:
         stopped_on(drive, project := new_project("project"))
@@ -401,7 +397,7 @@ def test_a_drive_without_its_server_and_one_over_quota_say_what_to_do(
 
 
 def test_a_bad_first_block_does_not_end_a_run_that_does_not_need_it(
-    on_drive: Project, drive: FaultyDrive, whole: Callable[..., Whole]
+    on_drive: Project, drive: FaultyDrive, whole: WholeOf
 ) -> None:
     """Finds out whether direct I/O works all the same. What the block holds is the state before, or comes from there."""
     drive.fault(*WITHOUT, "READ store.bin EIO 0 4096")
@@ -413,9 +409,7 @@ def test_a_bad_first_block_does_not_end_a_run_that_does_not_need_it(
     assert train(on_drive)[0] == whole().losses
 
 
-def test_direct_io_that_is_none_is_not_said_to_work(
-    tmp_path: Path, new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_direct_io_that_is_none_is_not_said_to_work(tmp_path: Path, new_project: NewProject, command: CommandIn) -> None:
     """ext4 takes O_DIRECT with data=journal as well, and goes through the page cache."""
     with mounted(tmp_path / "journalled", "data=journal") as place:
         _, out, _ = command(new_project("project"))("doctor", "--dir", str(place))
@@ -456,7 +450,7 @@ def test_without_proc_a_process_is_not_taken_for_an_empty_one(new_project: NewPr
 
 @pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_run_killed_in_its_first_second_is_never_refused(
-    kills: int, drive: FaultyDrive, new_project: NewProject, whole: Callable[..., Whole]
+    kills: int, drive: FaultyDrive, new_project: NewProject, whole: WholeOf
 ) -> None:
     """Kills at any moment from the store's first file on, half of them within 40 ms, on a drive that takes 2 ms per request."""
     project = new_project("project", {**COMMITS, "offload.dir": str(drive.path / "store")})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import saved_store
 from tests.damage import counted_reads, flip
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, WholeOf
 from .running import STEPS, exported, manifest_of, store_of, train
 
 
@@ -82,9 +81,7 @@ def _at_rest(run: Run, tensor: str) -> Span | None:
 
 
 @pytest.mark.parametrize("tensor", every(3, TENSORS))
-def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(
-    tensor: str, new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
+def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(tensor: str, new_project: NewProject, whole: WholeOf) -> None:
     expected = whole(ON_SSD).losses
     project, flipped = new_project("flipped", ON_SSD), list[int]()
 

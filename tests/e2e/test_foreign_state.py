@@ -23,7 +23,7 @@ from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.manifest import Manifest, StoredStage
 from fuyou_cli.training.state.store_folders import is_written, read_store
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, WholeOf
 from .running import STEPS, manifest_of, run_of, store_of, train
 
 
@@ -153,7 +153,7 @@ def test_stages_of_the_state_before_are_looked_at_as_well(stopped: Project, tmp_
 
 
 def test_a_run_killed_before_its_part_file_owns_what_its_manifest_names(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: WholeOf
 ) -> None:
     """Checks it also where a file system says of room that was set aside that it holds data."""
     expected = whole().losses

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,7 +27,7 @@ from fuyou_cli.training.state.at_rest import at_rest, saved_store, to_check, ver
 from fuyou_cli.training.state.manifest import Manifest
 from tests.damage import flip
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, WholeOf
 from .running import exported, interrupt, manifest_of, planned, prepared_run, run_of, store_of, sums, train
 
 STEPS = 3
@@ -115,9 +114,7 @@ def test_a_file_that_changes_between_runs_is_named(how: str, frozen: NewProject,
 
 
 @pytest.mark.parametrize("content", ["the same", "another"])
-def test_a_copy_of_a_file_is_compared_with_what_was_read(
-    content: str, frozen: NewProject, model: Path, whole: Callable[..., Whole]
-) -> None:
+def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: NewProject, model: Path, whole: WholeOf) -> None:
     """It has another time of change."""
     project, file = frozen("changed"), weights_of(model)
     with pytest.raises(Interrupted):
@@ -158,9 +155,7 @@ def test_a_run_that_does_not_start_leaves_no_store(frozen: NewProject, model: Pa
 
 
 @pytest.mark.parametrize("how", ["touched", "cut", "gone"])
-def test_nothing_is_kept_of_a_file_that_changes_during_a_run(
-    how: str, frozen: NewProject, model: Path, whole: Callable[..., Whole]
-) -> None:
+def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: NewProject, model: Path, whole: WholeOf) -> None:
     """Goes on from what was committed before with the same bits once the file is as it was."""
     expected = whole(FROZEN)
     project, file = frozen("changed"), weights_of(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from drawn import every
 from fuyou_cli.cli.app import main
 from fuyou_cli.data import sandbox
 
-from .conftest import Whole, write_llama
+from .conftest import WholeOf, write_llama
 from .running import exported
 
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
@@ -46,7 +46,7 @@ def in_memory(folder: Path, prompts: Sequence[str], new: int) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True) for row in found[:, given["input_ids"].shape[1] :]]
 
 
-def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_a_store_and_one_prompt(whole: WholeOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, file = whole({"precision.compute": "float32"}), tmp_path / "prompts.jsonl"
     exported(run.store, tmp_path / "out" / "model")
     expected = in_memory(tmp_path / "out" / "model", PROMPTS, 10)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.state import at_rest as verify
 from fuyou_cli.training.state import manifest as manifests
 
-from .conftest import ROOT, Command, NewProject, Project, Whole
+from .conftest import ROOT, CommandIn, NewProject, Project, WholeOf
 from .running import STEPS, interrupt, manifest_of, run_of, store_of, train
 from .test_every_step_committed import Died, _dies_at
 
@@ -32,9 +31,7 @@ def _damage_manifest(store: Path) -> None:
 # ---- the newest manifest is damaged --------------------------------------------------------------------------------
 
 
-def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(
-    stopped: Project, whole: Callable[..., Whole], command: Callable[[Project], Command]
-) -> None:
+def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(stopped: Project, whole: WholeOf, command: CommandIn) -> None:
     expected = whole().losses
     store = store_of(stopped)
     _damage_manifest(store)
@@ -61,9 +58,7 @@ def test_a_manifest_that_cannot_be_read_now_is_not_gone_back_behind(stopped: Pro
     assert manifest_of(stopped).step == 2
 
 
-def test_what_is_read_wrong_once_is_read_again(
-    stopped: Project, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
-) -> None:
+def test_what_is_read_wrong_once_is_read_again(stopped: Project, monkeypatch: pytest.MonkeyPatch, whole: WholeOf) -> None:
     expected = whole().losses
     calls: list[int] = []
 
@@ -99,9 +94,7 @@ def test_a_folder_whose_run_is_still_loading_is_none_to_go_on_from(new_project: 
         train(project)
 
 
-def test_the_weights_it_began_with_are_not_needed_any_more(
-    new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
-) -> None:
+def test_the_weights_it_began_with_are_not_needed_any_more(new_project: NewProject, tmp_path: Path, whole: WholeOf) -> None:
     expected = whole().losses
     own = tmp_path / "own"
     project = new_project("stopped", {"train.max_steps": STEPS, "model.name_or_path": str(own)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.run_log import JsonlLog
 from fuyou_cli.training.state.at_rest import find_store
 
-from .conftest import NewProject, Whole, write_llama
+from .conftest import NewProject, WholeOf, write_llama
 from .running import exported
 
 IDS = torch.arange(3, 43).view(2, 20)
@@ -63,7 +62,7 @@ def losses_of(model: Any) -> list[float]:
     return [float(model.eval()(input_ids=row[None], labels=row[None]).loss) * (IDS.shape[1] - 1) for row in IDS]
 
 
-def test_a_model_and_the_store_of_its_run(materials: Path, whole: Callable[..., Whole], tmp_path: Path) -> None:
+def test_a_model_and_the_store_of_its_run(materials: Path, whole: WholeOf, tmp_path: Path) -> None:
     assert streamed(materials / "model") == pytest.approx(in_memory(materials / "model"), rel=1e-6)
     run = whole({"precision.compute": "float32"})
     exported(run.store, tmp_path / "out" / "model")
@@ -169,7 +168,7 @@ def test_a_device_that_is_full_is_an_error_of_generate() -> None:
     assert told.value.hint is not None and "--batch-size" in told.value.hint
 
 
-def test_a_store_is_found_by_the_folder_of_its_run(whole: Callable[..., Whole]) -> None:
+def test_a_store_is_found_by_the_folder_of_its_run(whole: WholeOf) -> None:
     store = whole().store
     assert find_store(store.parent.parent).folder == store, "in output_dir/store, without a log"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.run_log import JsonlLog
 
-from .conftest import PLACES, Project, Whole
+from .conftest import PLACES, Project, WholeOf
 from .test_generate import alone
 
 pytest.importorskip("lm_eval", reason='needs pip install "fuyou[lm-eval]"')
@@ -50,7 +49,7 @@ def models(materials: Path) -> tuple[StreamedLM, HFLM]:
     return StreamedLM(folder, memory="4GiB", max_batch_size=3, **same), HFLM(folder, batch_size=3, **same)
 
 
-def test_an_output_folder_whose_store_lies_elsewhere(whole: Callable[..., Whole], tmp_path: Path) -> None:
+def test_an_output_folder_whose_store_lies_elsewhere(whole: WholeOf, tmp_path: Path) -> None:
     store = whole({"precision.compute": "float32"}).store
     with JsonlLog(tmp_path / "log.jsonl") as log:
         log.write("plan", {"store": str(store)})

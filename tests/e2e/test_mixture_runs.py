@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import Spread
 from fuyou_cli.training.state.at_rest import saved_store
 
-from .conftest import NewProject, Project, Whole, write_model
+from .conftest import NewProject, Project, WholeOf, write_model
 from .running import interrupt, prepared_run, store_of, sums, train
 from .test_inference import in_memory, streamed
 from .test_quantised_runs import decoded
@@ -108,7 +107,7 @@ def test_layers_that_predict_further_tokens_are_carried(mixture: NewProject, tmp
     assert torch.equal(found["model.layers.61.eh_proj.weight"], layer)
 
 
-def test_transformers_misses_no_key_of_an_export(whole: Callable[..., Whole], materials: Path, tmp_path: Path) -> None:
+def test_transformers_misses_no_key_of_an_export(whole: WholeOf, materials: Path, tmp_path: Path) -> None:
     run = whole(usual(materials))
     assert run.losses[-1] < run.losses[0]
     run_export(run.store, tmp_path / "out", [], dtype="float32")
@@ -120,7 +119,7 @@ def test_transformers_misses_no_key_of_an_export(whole: Callable[..., Whole], ma
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_the_same_bits_after_a_stop(phase: str, mixture: NewProject, whole: Callable[..., Whole], materials: Path) -> None:
+def test_the_same_bits_after_a_stop(phase: str, mixture: NewProject, whole: WholeOf, materials: Path) -> None:
     undisturbed = whole(usual(materials))
     project = mixture("qwen3_moe-again", {"checkpoint.commit_every_steps": 1})
     with pytest.raises(Interrupted):

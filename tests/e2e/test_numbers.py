@@ -23,7 +23,7 @@ from fuyou_cli.training.run_log import read_log
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.manifest import StoredStage
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, WholeOf
 from .running import STEPS, assert_same_exports, manifest_of, run_of, store_of, train
 from .test_stopping import RAM
 
@@ -113,7 +113,7 @@ def test_more_in_a_row_than_may_be_skipped_end_the_run(new_project: NewProject) 
     assert len(_poisoned(project, {5})) == STEPS
 
 
-def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project(changes=UNCLIPPED)
     with run_of(project) as run:
         run.load(lambda count: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from fuyou_cli.training.plan_step import plan
 from fuyou_cli.training.prepare import DiskShare, Planned, StoreDisks, inspect, resolve, run_directories
 from fuyou_cli.training.state.store_folders import STORE_FILE
 
-from .conftest import Command, NewProject, Project
+from .conftest import CommandIn, NewProject, Project
 from .running import manifest_of, silent
 from .test_plan_command import HERE
 
@@ -45,7 +44,7 @@ def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypat
     assert advised == [False, True]
 
 
-def test_states_in_ram_are_committed_less_often(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_states_in_ram_are_committed_less_often(new_project: NewProject, command: CommandIn) -> None:
     in_ram = {f"offload.{what}": "cpu" for what in ("weights", "optimizer_states", "gradients", "boundaries")}
     project = new_project(changes={**HERE, **in_ram, "train.max_steps": 1000, "checkpoint.commit_every_steps": 1})
     fuyou = command(project)
@@ -98,7 +97,7 @@ LARGER = ["train.batch_size=32", "train.max_steps=250"]
 
 @pytest.mark.slow
 def test_small_states_and_sums_lead_where_larger_batches_gain_less(
-    new_project: NewProject, command: Callable[[Project], Command], tmp_path: Path
+    new_project: NewProject, command: CommandIn, tmp_path: Path
 ) -> None:
     """8B on two drives with 64 GiB. Compute is the busiest, and yet the drives limit the step: a backward runs twice, as
     gradients find no room. The command that is told gives the figures that are told."""
@@ -128,9 +127,7 @@ def test_small_states_and_sums_lead_where_larger_batches_gain_less(
 
 
 @pytest.mark.slow
-def test_larger_batches_lead_where_they_gain_more(
-    new_project: NewProject, command: Callable[[Project], Command], tmp_path: Path
-) -> None:
+def test_larger_batches_lead_where_they_gain_more(new_project: NewProject, command: CommandIn, tmp_path: Path) -> None:
     """70B on one drive: even small states are many more bytes than 8 rows compute."""
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     fuyou = command(_large_llama(tmp_path, new_project, **size))
@@ -142,9 +139,7 @@ def test_larger_batches_lead_where_they_gain_more(
 
 
 @pytest.mark.slow
-def test_commits_that_a_kill_makes_dear_may_be_made_sooner(
-    new_project: NewProject, command: Callable[[Project], Command], tmp_path: Path
-) -> None:
+def test_commits_that_a_kill_makes_dear_may_be_made_sooner(new_project: NewProject, command: CommandIn, tmp_path: Path) -> None:
     """8B in 128 GiB: states rest in RAM. The plan with the key that is told costs what is told."""
     size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     fuyou, machine = command(_large_llama(tmp_path, new_project, **size)), ("--hardware", "rtx4090,gen4,128GiB")
@@ -162,9 +157,7 @@ def test_commits_that_a_kill_makes_dear_may_be_made_sooner(
 
 
 @pytest.mark.slow
-def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(
-    new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(new_project: NewProject, command: CommandIn) -> None:
     project = new_project(changes={**HERE, "train.max_steps": 1000})
     fuyou = command(project)
     small_drive = fuyou.machine(rated_bytes="1MB")
@@ -178,7 +171,7 @@ def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(
     assert code == 3 and "of these still writes" in " ".join(out.split())
 
 
-def test_smaller_states_where_a_drive_is_worn_or_binds(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_smaller_states_where_a_drive_is_worn_or_binds(new_project: NewProject, command: CommandIn) -> None:
     """Says what they gain, which is what the plan with them says."""
     project = new_project(changes={**HERE, "train.max_steps": 1000})
     fuyou, int8 = command(project), "optimizer.state_dtype=int8"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,13 @@ from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.first_measurement import _measured
 from fuyou_cli.machine.profile import assumed_hardware, keep
 
-from .conftest import Command, NewProject, Project
+from .conftest import CommandIn, NewProject
 
 MACHINE = "rtx4090,2xgen4,128GiB"
 HERE = {"offload.device": "auto", "offload.max_memory.cpu": "90%"}
 
 
-def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, command: CommandIn) -> None:
     project = new_project(changes=HERE)
     fuyou = command(project)
     shown = fuyou.json("--hardware", MACHINE)
@@ -60,7 +59,7 @@ def test_a_store_in_memory_is_warned_of(new_project: NewProject) -> None:
     assert not Path("/dev/shm/fuyou-store").exists()
 
 
-def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_the_screen_fits_80_columns(new_project: NewProject, command: CommandIn) -> None:
     fuyou = command(new_project(changes=HERE))
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", MACHINE, "-v")
     assert code == 0 and max(map(len, out.splitlines())) <= 80
@@ -76,15 +75,13 @@ def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[
     assert "fuyou finetune" not in out  # that machine is not here
 
 
-def test_a_pinned_device_and_a_described_one_must_agree(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_a_pinned_device_and_a_described_one_must_agree(new_project: NewProject, command: CommandIn) -> None:
     code, _, err = command(new_project())("plan", "recipe.yaml", "--hardware", MACHINE)
     assert code == 2 and "offload.device: cpu, but the described machine computes on cuda" in err
     assert "offload.device=auto" in err
 
 
-def test_nothing_is_measured_for_a_recipe_that_is_refused(
-    new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_nothing_is_measured_for_a_recipe_that_is_refused(new_project: NewProject, command: CommandIn) -> None:
     code, _, err = command(new_project())("plan", "recipe.yaml", "model.name_or_path=./nowhere")
     assert code == 2 and "nowhere" in err and "measuring" not in err
 
@@ -94,7 +91,7 @@ def test_why_a_machine_could_not_be_measured() -> None:
     assert code == 2 and why.startswith("No such option: --nope")
 
 
-def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: CommandIn) -> None:
     fuyou = command(new_project(changes={"offload.max_memory": {"cpu": "90%", "ssd": "6MB"}, "train.batch_size": 1024}))
     shown = fuyou.json("--dry-run", code=3)
     assert shown["problems"] and shown["assumed"]
@@ -108,7 +105,7 @@ def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: Cal
 
 
 def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
-    new_project: NewProject, command: Callable[[Project], Command], tmp_path: Path
+    new_project: NewProject, command: CommandIn, tmp_path: Path
 ) -> None:
     project = new_project(changes={**HERE, "train.max_steps": 1000})
     fuyou = command(project)
@@ -126,9 +123,7 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     assert steps * changes[larger]["written_per_step"] <= 0.3e9 < shown["written_by_run"]
 
 
-def test_a_change_that_is_pasted_gives_the_plan_that_was_shown(
-    new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_a_change_that_is_pasted_gives_the_plan_that_was_shown(new_project: NewProject, command: CommandIn) -> None:
     """Checks it also where micro-batches are the planner's to choose: all 31 rows at once, which it would not do with 62."""
     batch = {"dataset.max_seq_len": 64, "train.max_steps": 1000, "train.batch_size": 31, "train.micro_batch_size": "auto"}
     project = new_project(changes={**HERE, **batch, "offload.boundaries": "cpu", "offload.gradients": "cpu"})
@@ -142,7 +137,7 @@ def test_a_change_that_is_pasted_gives_the_plan_that_was_shown(
         assert {key: figures[key] for key in change["figures"]} == change["figures"], change["overrides"]
 
 
-def test_the_plan_that_is_shown_is_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_the_plan_that_is_shown_is_run(new_project: NewProject, command: CommandIn) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
     code, out, _ = command(project)("plan", "recipe.yaml", "--dry-run", "--json")
     assert code == 0
@@ -166,9 +161,7 @@ def test_the_plan_that_is_shown_is_run(new_project: NewProject, command: Callabl
     assert lines["compute under way"]["measured"] == step["busy"]["compute"] > 0
 
 
-def test_what_a_run_would_be_refused_for_is_said_before_the_plan(
-    new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_what_a_run_would_be_refused_for_is_said_before_the_plan(new_project: NewProject, command: CommandIn) -> None:
     """Nobody reads `fits` and finds a run refused."""
     project = new_project()
     fuyou = command(project)
@@ -183,7 +176,7 @@ def test_what_a_run_would_be_refused_for_is_said_before_the_plan(
 
 
 @pytest.mark.slow
-def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, command: CommandIn) -> None:
     """Counts what the plan takes, not what it was allowed: the budget alone refuses nothing."""
     project = new_project(changes={"offload.device": "auto"})
     fuyou = command(project)

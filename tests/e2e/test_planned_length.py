@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import yaml
 
@@ -11,12 +9,12 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import length
 from fuyou_cli.training.state import manifest as manifests
 
-from .conftest import Command, Project
+from .conftest import CommandIn, Project
 from .running import STEPS, manifest_of, store_of
 from .test_plan_command import HERE, MACHINE, NewProject
 
 
-def test_limits_of_a_recipe_end_a_planned_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_limits_of_a_recipe_end_a_planned_run(new_project: NewProject, command: CommandIn) -> None:
     fuyou = command(new_project(changes=HERE))
     whole = fuyou.json("--hardware", MACHINE)
     assert whole["endings"] == []
@@ -27,7 +25,7 @@ def test_limits_of_a_recipe_end_a_planned_run(new_project: NewProject, command: 
     assert limited["plan"] == whole["plan"]
 
 
-def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+def test_how_long_the_epochs_are(new_project: NewProject, command: CommandIn) -> None:
     """Looks into the data where it says how long the run is; nothing of that is left."""
     project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": None})
     fuyou = command(project)
@@ -47,9 +45,7 @@ def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Pro
     assert code == 0 and "the number of steps is not known:" in " ".join(out.split()) and "1,000 steps" in out
 
 
-def test_much_data_is_not_read_for_a_plan(
-    new_project: NewProject, command: Callable[[Project], Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_much_data_is_not_read_for_a_plan(new_project: NewProject, command: CommandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads it only if an earlier run may have tokenised it."""
     monkeypatch.setattr(length, "COUNTED", 0)
     project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": "rows"})
@@ -76,9 +72,7 @@ def test_rows_of_an_earlier_run_say_how_long_rows_are(new_project: NewProject) -
 
 
 @pytest.mark.slow
-def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
-    new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(new_project: NewProject, command: CommandIn) -> None:
     project = new_project(changes={**HERE, "train.max_steps": 20})
 
     def machine(burst: int) -> None:
@@ -111,7 +105,7 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     assert fuyou.json("--hardware", "machine.yaml", *counted)["plan"]["sustained"]
 
 
-def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: Callable[[Project], Command]) -> None:
+def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: CommandIn) -> None:
     """Plans hours, bytes and wear of the steps that are left, with the numbers that the run began with; looks at its state
     alone."""
     saved, kept = manifest_of(stopped), (store_of(stopped) / manifests.NAME).read_bytes()

@@ -3,7 +3,6 @@ was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from drawn import every
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.training.length import loaded
 
-from .conftest import NewProject, Whole
+from .conftest import NewProject, WholeOf
 from .running import STEPS, manifest_of, prepared_run, run_of, train
 from .test_stopping import RAM
 
@@ -20,7 +19,7 @@ UNCLIPPED = {"train.clip_grad_norm": None}
 IN_RAM = {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1}
 
 
-def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: NewProject, whole: WholeOf) -> None:
     project, heard = new_project(changes={"train.max_steps": STEPS, "train.max_time": "1h30m"}), list[str]()
     with run_of(project, announce=heard.append) as run:
         run.load(lambda count: None)
@@ -39,9 +38,7 @@ def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: New
 
 
 @pytest.mark.parametrize("changes", every(2, [{}, UNCLIPPED, IN_RAM]), ids=["clipped", "unclipped", "in RAM"])
-def test_a_run_never_writes_more_than_its_limit(
-    changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
+def test_a_run_never_writes_more_than_its_limit(changes: dict[str, Any], new_project: NewProject, whole: WholeOf) -> None:
     changes = {**changes, "train.max_steps": STEPS}
     project = new_project(changes=changes)
     plan = prepared_run(project).planned.plan

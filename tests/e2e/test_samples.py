@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.kept_companions import keep_companions
 
-from .conftest import Command, NewProject, Project, Whole
+from .conftest import CommandIn, NewProject, Project, WholeOf
 from .running import STEPS, exported, prepared_run, run_of, silent, train
 from .test_generate import in_memory, with_settings
 
@@ -42,7 +41,7 @@ def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
 
 
 @pytest.mark.usefixtures("untuned", "worker")
-def test_beside_training(new_project: NewProject, whole: Callable[..., Whole], command: Callable[[Project], Command]) -> None:
+def test_beside_training(new_project: NewProject, whole: WholeOf, command: CommandIn) -> None:
     """Writes at the start, between steps and at the end: in the log, on the terminal and in the report."""
     project = new_project(changes=SAMPLED)
     fuyou = command(project)
@@ -81,7 +80,7 @@ def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path, mon
     assert cost is not None and 2 * 6 < passes <= 2 * cost.passes == 2 * 6 * len(PROMPTS)
 
 
-def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: WholeOf) -> None:
     """Writes anew when a run is stopped while it writes; what it writes after may change, and its losses may not."""
     project, seen = new_project(changes=SAMPLED), list[int]()
 
@@ -155,9 +154,7 @@ def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_pat
         inspect(resolve(load_recipe(new_project("other", asked).recipe).recipe, say=silent), say=silent)
 
 
-def test_a_plan_says_that_a_run_would_refuse_its_prompts(
-    new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
+def test_a_plan_says_that_a_run_would_refuse_its_prompts(new_project: NewProject, command: CommandIn) -> None:
     asked = {"prompts": ["The road"], "max_new_tokens": 6, "chat": True}
     project = new_project(changes={**EXACT, "eval": {"samples": asked}})
     code, out, err = command(project)("plan", "recipe.yaml")

@@ -24,7 +24,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.store_folders import PART_FILE
 
-from .conftest import NewProject, Project, Whole
+from .conftest import NewProject, Project, WholeOf
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
 
 
@@ -49,7 +49,7 @@ def _folder(project: Project, drive: str) -> Path:
     return found
 
 
-def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: Callable[..., Whole]) -> None:
+def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: WholeOf) -> None:
     away = striped.folder / "away"
     (striped.folder / "b").rename(away)
     with pytest.raises(UsageError, match=r"store\.bin is missing"):
@@ -64,7 +64,7 @@ def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: C
 
 @pytest.mark.parametrize("drive", ["a", "b"])
 def test_a_drive_that_goes_during_a_run_is_named_and_costs_a_step(
-    drive: str, new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
+    drive: str, new_project: NewProject, tmp_path: Path, whole: WholeOf
 ) -> None:
     """Unmounts or removes it: what is open goes on to take what is written, and nobody would find it again."""
     project = new_project("striped", _striped(tmp_path / "striped", "a", "b"))
@@ -92,9 +92,7 @@ def test_a_file_cut_short_is_refused(striped: Project) -> None:
 
 
 @pytest.mark.parametrize("order", [("b", "a"), ("b",), ("c", "b")], ids=str)
-def test_folders_of_a_saved_run_are_not_taken_by_another(
-    order: tuple[str, ...], striped: Project, whole: Callable[..., Whole]
-) -> None:
+def test_folders_of_a_saved_run_are_not_taken_by_another(order: tuple[str, ...], striped: Project, whole: WholeOf) -> None:
     """Names the folders in another order, or without the first one, which has the manifest."""
     striped.write_recipe(_striped(striped.folder, *order))
     with pytest.raises(UsageError, match="of a saved run after step 2"):
@@ -103,7 +101,7 @@ def test_folders_of_a_saved_run_are_not_taken_by_another(
     assert train(striped)[0] == whole().losses
 
 
-def test_starting_over_elsewhere_leaves_no_state_that_lies(striped: Project, whole: Callable[..., Whole]) -> None:
+def test_starting_over_elsewhere_leaves_no_state_that_lies(striped: Project, whole: WholeOf) -> None:
     striped.write_recipe({**_striped(striped.folder, "b", "a"), "checkpoint.resume": "never"})
     assert train(striped)[0] == whole().losses
     striped.write_recipe({**_striped(striped.folder, "a", "b")})
@@ -134,7 +132,7 @@ def test_the_manifest_is_looked_at_again_under_the_lock(stopped: Project) -> Non
         run_of(prepared)
 
 
-def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project("loading", {"train.max_steps": STEPS})
 
     def press(count: int) -> None:
@@ -149,7 +147,7 @@ def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: 
     assert train(project)[0] == whole().losses
 
 
-def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project, whole: WholeOf) -> None:
     with run_of(stopped) as run:
         restore = run.files.restore
 
@@ -165,7 +163,7 @@ def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project,
 
 
 @pytest.mark.parametrize(("asked_before", "presses"), [(False, 1), (False, 2), (True, 1)])
-def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Project, whole: WholeOf) -> None:
     """The first time is announced and waits; the second gives up what is being saved, not what was saved before."""
     heard: list[str] = []
     prepared = prepared_run(stopped)
@@ -204,9 +202,7 @@ def _stop_in(run: Run, step: int) -> None:
     run._between_micro_batches()
 
 
-def test_a_gradient_that_is_not_finite_saves_the_step_before(
-    new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_not_finite_saves_the_step_before(new_project: NewProject, whole: WholeOf, tmp_path: Path) -> None:
     project = new_project("poisoned", {"train.max_steps": STEPS})
     with run_of(project) as run:
         run.load(lambda count: None)
@@ -226,7 +222,7 @@ def test_a_gradient_that_is_not_finite_saves_the_step_before(
     assert exported(store, tmp_path / "out")
 
 
-def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: Callable[..., Whole]) -> None:
+def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: WholeOf) -> None:
     """Restores a folder byte for byte: it is the same run."""
     copy = striped.folder / "copy"
     shutil.copytree(_folder(striped, "b"), copy)
@@ -235,7 +231,7 @@ def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: Callable[...
     assert train(striped)[0] == whole().losses
 
 
-def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project("foreign", {"train.max_steps": STEPS})
     (directory,) = run_directories(load_recipe(project.recipe).recipe)
     directory.mkdir(parents=True)
@@ -279,7 +275,7 @@ def test_a_running_run_is_not_said_to_be_broken(new_project: NewProject, tmp_pat
     assert seen == ["stop that run first (Ctrl-C saves it)"] * 2
 
 
-def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(stopped: Project, whole: WholeOf) -> None:
     project = stopped
     away = project.folder / "renamed"
     project.out.rename(away)
@@ -304,9 +300,7 @@ def test_what_has_the_name_of_the_losses_is_found_before_a_step_is_computed(stop
     assert not steps
 
 
-def test_a_run_that_fails_before_its_first_step_is_the_same_run_afterwards(
-    new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
+def test_a_run_that_fails_before_its_first_step_is_the_same_run_afterwards(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project("new", {"train.max_steps": STEPS})
 
     def stand_in_the_way(count: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.resume import check_unchanged_run
 from fuyou_cli.training.state.store_folders import STORE_FILE
 
-from .conftest import ROWS, NewProject, Project, Whole
+from .conftest import ROWS, NewProject, Project, WholeOf
 from .running import STEPS, assert_same_exports, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
 
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
@@ -61,7 +60,7 @@ def _mixture(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("place", every(6, PLACES))
 def test_stopped_anywhere_and_resumed_is_the_same_run(
-    place: str, new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path
+    place: str, new_project: NewProject, whole: WholeOf, tmp_path: Path
 ) -> None:
     expected = whole(_changes(tmp_path / "whole", place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
@@ -78,7 +77,7 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(
 
 
 @pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
-def test_stopped_in_a_cut_head(place: str, new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path) -> None:
+def test_stopped_in_a_cut_head(place: str, new_project: NewProject, whole: WholeOf, tmp_path: Path) -> None:
     """Nothing has been updated yet: gradients of a tied head's pieces rest until the embedding has added its own."""
     expected = whole(_changes(tmp_path, place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
@@ -212,16 +211,14 @@ def test_another_torch_between_stop_and_resume_is_told(stopped: Project) -> None
     assert "may differ" not in again.stderr
 
 
-def test_placement_may_change_between_stop_and_resume(stopped: Project, tmp_path: Path, whole: Callable[..., Whole]) -> None:
+def test_placement_may_change_between_stop_and_resume(stopped: Project, tmp_path: Path, whole: WholeOf) -> None:
     stopped.write_recipe({"train.max_steps": STEPS, **RAM, "offload.lookahead": 4, "offload.io.backend": "threads"})
     losses, resumed = train(stopped)
     assert losses == whole().losses
     assert_same_exports(resumed, whole().store, tmp_path)
 
 
-def test_updates_may_be_deferred_or_not_after_a_stop(
-    new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
-) -> None:
+def test_updates_may_be_deferred_or_not_after_a_stop(new_project: NewProject, tmp_path: Path, whole: WholeOf) -> None:
     unclipped = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
     project = new_project("deferred", {**unclipped, "offload.defer_updates": 0})
     for step, share in ((2, 1), (4, 0), (5, 1)):
@@ -238,7 +235,7 @@ class Killed(BaseException):
     """Stands for whatever ends a run without a word."""
 
 
-def test_starting_over_gives_the_old_state_up_first(stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_starting_over_gives_the_old_state_up_first(stopped: Project, whole: WholeOf) -> None:
     """Kills while a new run's weights are loaded over the old ones: nobody may take the rest for the old run."""
 
     def die(count: int) -> None:
@@ -322,7 +319,7 @@ def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: NewProject) ->
     assert longer == train(new_project("whole", {"train.max_steps": 4, **constant}))[0]
 
 
-def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, whole: Callable[..., Whole]) -> None:
+def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, whole: WholeOf) -> None:
     folder = next(iter(stopped.folder.rglob(manifests.NAME))).parent
     elsewhere = {"offload.dir": str(stopped.folder / "elsewhere"), "checkpoint.resume": str(folder)}
     stopped.write_recipe({"train.max_steps": STEPS, **elsewhere})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from drawn import every
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 
-from .conftest import NewProject, Whole, write_llama
+from .conftest import NewProject, WholeOf, write_llama
 from .running import STEPS, assert_same_exports, interrupt, manifest_of, planned, train
 
 ONE = 24  # tokens of a micro-batch
@@ -34,7 +33,7 @@ def _changes(model: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("clip", every(2, [0.5, None]), ids=["clipped", "unclipped"])
 @pytest.mark.slow
 def test_stopped_and_resumed_with_other_sweeps_is_the_run_in_one(
-    clip: float | None, llama: str, new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path
+    clip: float | None, llama: str, new_project: NewProject, whole: WholeOf, tmp_path: Path
 ) -> None:
     expected = whole(_changes(llama, train__clip_grad_norm=clip))
     broken = new_project("broken", _changes(llama, train__clip_grad_norm=clip, train__sweep_tokens=3 * ONE))
