@@ -54,7 +54,7 @@ def drive(mounted_drive: FaultyDrive) -> Iterator[FaultyDrive]:
     """Gives an empty one."""
     yield mounted_drive
     mounted_drive.fault(*WITHOUT)
-    for path in mounted_drive.path.iterdir():
+    for path in mounted_drive.behind.iterdir():  # there, files that are still open are no hidden ones
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -71,10 +71,10 @@ def on_drive(drive: FaultyDrive, made_once: Callable[..., Path], materials: Path
 
     def make(project: Project) -> None:
         stopped_on(drive, project)
-        shutil.move(drive.path / "store", project.folder / "aside")
+        shutil.move(drive.behind / "store", project.folder / "aside")
 
     folder = made_once("on-drive", make)
-    shutil.copytree(folder / "aside", drive.path / "store")
+    shutil.copytree(folder / "aside", drive.behind / "store")
     return Project(folder=folder, materials=materials, nursery=nursery)
 
 
