@@ -111,6 +111,13 @@ def _write_tokenizer(directory: Path) -> int:
     return len(tokenizer)
 
 
+def share_models(cache: Path) -> None:
+    """Has a user's cache know the models that any test has described."""
+    if not (models := cache / "fuyou/models").is_symlink():
+        models.parent.mkdir(parents=True, exist_ok=True)
+        models.symlink_to(kept_folder() / "models")
+
+
 @dataclass(kw_only=True, slots=True)
 class Project:
     """Holds a folder with recipe.yaml; runs write below it."""
@@ -155,9 +162,7 @@ class Project:
     def environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
         kept["XDG_CACHE_HOME"] = str(self.folder / "cache")  # this machine as nobody has measured it
-        if not (models := self.folder / "cache/fuyou/models").is_symlink():
-            models.parent.mkdir(parents=True)
-            models.symlink_to(kept_folder() / "models")
+        share_models(self.folder / "cache")
         return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
     def fuyou(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -316,6 +321,7 @@ class Command:
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._capsys = capsys
         monkeypatch.chdir(folder)
+        share_models(folder / "kept")
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "kept"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("COLUMNS", "80")
