@@ -100,8 +100,8 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0, rate: Callable[
 def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, lora: NewProject) -> None:
     """Puts the adapter with its gradients and states on `tier`; the model's weights are on the ssd."""
     project = lora(changes={"adapter": adapter, "offload.optimizer_states": tier, "offload.gradients": tier})
-    wanted = by_peft(prepared_run(project))
-    losses, _ = train(project)
+    wanted = by_peft(ready := prepared_run(project))
+    losses, _ = train(ready)
     assert losses == pytest.approx(wanted, rel=1e-6)
     assert losses[-1] < losses[0]
 

@@ -260,10 +260,10 @@ def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProj
     """Checks that what is gone on with from there ends as if nobody had stopped."""
     changes = {**AUTO, "train.max_steps": STEPS}
     project = new_project(changes=changes)
-    every = prepared_run(project).planned.plan.commit_every
+    every = (ready := prepared_run(project)).planned.plan.commit_every
     assert every is not None and every > 1
     with pytest.raises(Interrupted, match=f"stopped after step 1 of {STEPS}"):
-        train(project, interrupt(2, "forward"))
+        train(ready, interrupt(2, "forward"))
     assert manifest_of(project).step == 1
     assert train(project)[0] == whole(changes).losses
 

@@ -124,8 +124,8 @@ def by_bitsandbytes(kind: str, ready: Ready) -> tuple[list[float], dict[str, lis
 )
 def test_losses_are_those_of_peft_over_decoded_weights(kind: str, device: str, dora: bool, qlora: NewProject) -> None:
     project = qlora(kind, changes={"offload.device": device, "adapter": {"r": 4, "use_dora": dora}})
-    wanted = by_peft(kind, prepared_run(project))
-    losses, _ = train(project)
+    wanted = by_peft(kind, ready := prepared_run(project))
+    losses, _ = train(ready)
     assert losses == pytest.approx(wanted, rel=1e-6)
     assert losses[-1] < losses[0]
 
@@ -138,7 +138,7 @@ def test_frozen_blocks_rest_quantised_below_trained_ones(qlora: NewProject) -> N
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     wanted = list(adapter_runs.steps_in_memory(ready, model))
-    losses, store = train(project)
+    losses, store = train(ready)
     assert losses == pytest.approx(wanted, rel=1e-6) and losses[-1] < losses[0]
     saved = manifests.read(store)
     assert saved is not None and [stage.name for stage in saved.stages if stage.quantised] == ["layers.0"]
@@ -225,8 +225,8 @@ def test_nothing_to_quantise_is_one_error(new_project: NewProject) -> None:
 )  # peft's DoRA over the library's int8 layers fails on a CPU
 def test_bytes_and_losses_are_those_of_bitsandbytes(kind: str, dora: bool, qlora: NewProject) -> None:
     project = qlora(kind, changes={"adapter": {"r": 4, "use_dora": dora}, "train.max_steps": 20})
-    wanted, parts = by_bitsandbytes(kind, prepared_run(project))
-    losses, store = train(project)
+    wanted, parts = by_bitsandbytes(kind, ready := prepared_run(project))
+    losses, store = train(ready)
     assert losses == pytest.approx(wanted, rel=1e-3)
     saved, content = manifests.read(store), (store / "store.bin").read_bytes()
     assert saved is not None and saved.quantisation == kind

@@ -391,5 +391,5 @@ def test_a_run_of_a_build_before_keeps_the_padding_that_it_began_with(stopped: P
     ready = prepared_run(stopped)
     assert ready.planned.plan.numerics.padding == "step" and ready.planned.plan.typical is None
     assert not ready.planned.anatomy.isolated  # attention is computed for a whole batch, as it was
-    losses, _ = train(stopped)
+    losses, _ = train(ready)
     assert len(losses) == STEPS and manifest_of(stopped).numerics.padding == "step"
