@@ -310,10 +310,10 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
         "every update in forward" if deferred else "every update in backward",
     ]
     for what in ("weights", "states"):
-        in_ram = [stage for stage in plan.stages if getattr(stage, what) != "ssd" and not stage.updated_there]
+        in_ram = [stage for stage in plan.stages if getattr(stage, what) != "ssd" and not stage.updated_on_device]
         share = sum(params[stage.stage] for stage in in_ram) / (sum(params) or 1)
         parts.append(f"{share:.0%} of the {what} in RAM")
-    on_gpu = sum(params[stage.stage] for stage in plan.stages if stage.updated_there)
+    on_gpu = sum(params[stage.stage] for stage in plan.stages if stage.updated_on_device)
     parts += [f"{on_gpu / (sum(params) or 1):.0%} of both on the GPU"] if on_gpu else []
     keeping = [stage for stage in plan.stages if stage.boundary_ram or stage.boundary_extent or stage.boundary == "gpu"]
     place = "on the GPU" if any(stage.boundary == "gpu" for stage in keeping) else "in RAM"

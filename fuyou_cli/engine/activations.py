@@ -584,7 +584,7 @@ class Boundaries:
         if self._device_memory is not None and stage in self._places:
             begin = self._places[stage] + first_byte
             return self._device_memory[begin : begin + size].view(kind.dtype).view(shape)
-        begin = (self.ledger.where(stage).offset + first_byte) // kind.dtype.itemsize
+        begin = (self.ledger.span_of(stage).offset + first_byte) // kind.dtype.itemsize
         # Without `data`, a write to any other part of the arena would count as a change of these rows.
         return self.memory.all_of(kind.dtype)[begin : begin + shape.numel()].data.view(shape)
 
@@ -633,7 +633,7 @@ class Boundaries:
     def output(self, stage: int, micro_batch: int, operator: int) -> Span:
         """Returns where in the arena an operator's output rests. Valid between stash and seal, and between take and drop."""
         span = self._kinds[stage].layout.output(micro_batch, operator)
-        return Span(offset=self.ledger.where(stage).offset + span.offset, size=span.size)
+        return Span(offset=self.ledger.span_of(stage).offset + span.offset, size=span.size)
 
     def drop(self, stage: int) -> None:
         """Notes that the stage's backward is submitted. The boundary is freed once its copies are over."""

@@ -49,7 +49,7 @@ class ComputeWeights:
             largest = max(streamed, default=0)
             self.turns = [_Uploaded(device.empty(largest)) for _ in range(2 if largest else 0)]
             for stage, stage_plan in zip(model.stages, plan.stages, strict=True):
-                if stage_plan.weights == "gpu" and not stage_plan.updated_there:
+                if stage_plan.weights == "gpu" and not stage_plan.updated_on_device:
                     self.homes[stage.index] = _Uploaded(device.empty(stage.weight_bytes))
 
     @property

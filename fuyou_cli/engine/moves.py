@@ -113,7 +113,7 @@ class DaemonMoves:
         """Starts the AdamW of one stage, in the daemon or on the device. Returns its ticket."""
         commits = self.residency.commits
         target, copied = commits.next_turn(record.turn, record.generation), commits.is_written(record.generation + 1)
-        if self.plan.stages[record.stage].updated_there:  # gradients are there too: nothing crosses
+        if self.plan.stages[record.stage].updated_on_device:  # gradients are there too: nothing crosses
             return self.states.update(record, target=target, copied=copied)
         request = build_update(
             record, self.model.stages[record.stage], self.plan.stages[record.stage], numerics=self.plan.numerics,
@@ -142,12 +142,12 @@ class DaemonMoves:
     def durable(self, stage: int) -> int:
         return self.committing.durable(stage)
 
-    def wait(self, done: Callable[[], bool], cause: str) -> None:
+    def wait(self, condition: Callable[[], bool], cause: str) -> None:
         # Nothing wakes this thread: it waits for drives, update threads and copies at once, and every look may begin work that
         # others wait for (`tick`). So it polls.
         with self.waiting(cause):
             pause, waiting = _FIRST_POLL_SECONDS, self._patience.waiting(cause)
-            while not done():
+            while not condition():
                 time.sleep(pause)
                 waiting.look()
                 pause = min(2 * pause, _POLL_SECONDS)

@@ -185,7 +185,7 @@ class DeviceStates:
         model, plan, device = context.model, context.plan, context.device
         self.model, self.plan, self.device = model, plan, device
         self._narrow = model.compute_dtype == "bfloat16"
-        on_device = [stage for stage in plan.stages if stage.updated_there]
+        on_device = [stage for stage in plan.stages if stage.updated_on_device]
         self.homes = {
             stage.stage: self._open(model.stages[stage.stage], rests=gradients_rest(model, stage, plan.sweeps))
             for stage in on_device

@@ -119,7 +119,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan, computed: 
         if visit.owner is not None and stages[visit.owner].weights != "gpu":
             up_seconds += costs.model.stages[visit.owner].weight_bytes / up_rate
         owner = visit.owner if visit.owner is not None else visit.stage
-        if visit.sum_gradients and not visit.measures and not stages[owner].updated_there:
+        if visit.sum_gradients and not visit.measures and not stages[owner].updated_on_device:
             gradients = costs.model.stages[owner].gradient_bytes(costs.numerics.accumulate_dtype)
             down_seconds += gradients / down_rate
             up_seconds += gradients / up_rate * (visit.sweep > 0)
@@ -145,7 +145,7 @@ def slot_seconds(costs: Costs, schedule: Schedule, visits: Sequence[Visit], plan
     for visit in visits:
         owner = visit.owner if visit.owner is not None else visit.stage
         stage = plan.stages[owner]
-        if stage.updated_there:
+        if stage.updated_on_device:
             continue
         computing = seconds[visit.index]
         updating = _update_seconds(costs, plan.stages[owner], rates, plan.commit_every) if visit.update != "none" else 0.0
@@ -243,7 +243,7 @@ def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePl
     model, numerics, there, again = costs.model, costs.numerics, costs.batch_on_device, costs.sweeps - 1
     gradients = [stage.gradient_bytes(numerics.accumulate_dtype) for stage in model.stages]
     # Bytes of gradients that leave the device.
-    leaving = [0 if plan.updated_there else size for size, plan in zip(gradients, stages, strict=True)]
+    leaving = [0 if plan.updated_on_device else size for size, plan in zip(gradients, stages, strict=True)]
     # These gradients rest between two visits.
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))
     boundary = costs.boundary

@@ -182,7 +182,7 @@ class Costs:
     def update_seconds(self, stage: StagePlan) -> float:
         """Returns the seconds that one thread takes to update the stage, with all its bytes in memory. It is 0 if the device
         updates the stage."""
-        if stage.updated_there:
+        if stage.updated_on_device:
             return 0.0
         if stage.stage not in self._known:
             rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].trained
@@ -204,7 +204,7 @@ class Costs:
 
     def device_update_seconds(self, stage: StagePlan) -> float:
         """Returns the seconds that the device takes to update a stage that rests there, 0 for any other stage."""
-        if not stage.updated_there:
+        if not stage.updated_on_device:
             return 0.0
         on_gpu, trained = self.device == "cuda", self.model.stages[stage.stage].trained
         return _GPU_UPDATE_BYTES * trained / self._device_rate if on_gpu else _DEVICE_UPDATE_BYTES * trained / self._memory_rate

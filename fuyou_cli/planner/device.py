@@ -63,7 +63,9 @@ class DeviceSide:
 
     def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
         self._at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
-        self._never_copied = {stage.stage for stage in stages if stage.updated_there or not model.stages[stage.stage].params}
+        self._never_copied = {
+            stage.stage for stage in stages if stage.updated_on_device or not model.stages[stage.stage].params
+        }
         self._resting: dict[int, tuple[int, int]] = {}  # of stages with a home there, those that were copied
         self._streamed: dict[int, tuple[int, int]] = {}  # of other stages, in the order of their last use
 

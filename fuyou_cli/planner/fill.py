@@ -104,7 +104,7 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
         elif item.kind == "boundaries":
             shared.setdefault((item.kind, 0), []).append(item)
     for (kind, number), items in sorted(shared.items()):
-        members = [s for s in spans.stages if s.slot_class == number and s.momentum_at.size and not s.updated_there]
+        members = [s for s in spans.stages if s.slot_class == number and s.momentum_at.size and not s.updated_on_device]
         slots = {
             "weights": spans.slot_classes[number].weight_slots,
             "gradients": spans.slot_classes[number].gradient_slots if len(items) == len(members) else (),

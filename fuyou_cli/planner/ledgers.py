@@ -68,9 +68,9 @@ class Runner(Protocol):
         """Returns the turn at which the newest manifest names the stage. Raises if committing failed."""
         ...
 
-    def wait(self, done: Callable[[], bool], cause: str) -> None:
-        """Returns when `done()` is true; meanwhile moves everything that can move. The time that compute waits is a stall of
-        `cause`."""
+    def wait(self, condition: Callable[[], bool], cause: str) -> None:
+        """Returns when `condition()` is true; meanwhile moves everything that can move. The time that compute waits is a stall
+        of `cause`."""
         ...
 
 
@@ -141,15 +141,15 @@ class Residency:
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
         self.moving: set[int] = set()  # stages with something under way or due; only these are looked at
         for record, stage in zip(self.records, plan.stages, strict=True):
-            record.span = ON_DEVICE if stage.updated_there else stage.weights_ram
+            record.span = ON_DEVICE if stage.updated_on_device else stage.weights_ram
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
-    def wait_until(self, done: Callable[[], bool], cause: str) -> None:
-        """Returns when `done()` is true; meanwhile everything keeps moving. The time is a stall of `cause`."""
+    def wait_until(self, condition: Callable[[], bool], cause: str) -> None:
+        """Returns when `condition()` is true; meanwhile everything keeps moving. The time is a stall of `cause`."""
         self.advance()
-        if not done():
-            self._runner.wait(done, cause)
+        if not condition():
+            self._runner.wait(condition, cause)
 
     def add_stall(self, cause: str, seconds: float) -> None:
         """Notes a stall that this ledger did not see itself."""
@@ -453,7 +453,7 @@ def update_priority(plan: StagePlan) -> int:
 
 def _gradients_home(plan: StagePlan) -> Span | None:
     """Returns where a stage's gradients are summed if they have a home; None if they take a slot."""
-    return ON_DEVICE if plan.updated_there else plan.gradients_ram
+    return ON_DEVICE if plan.updated_on_device else plan.gradients_ram
 
 
 def _has_work(record: Record) -> bool:
@@ -519,7 +519,11 @@ class BoundaryLedger:
         if plan.boundary_extent is not None:
             self.moving.add(stage)
             kept.write = self.transfers.write(
-                self.where(stage).offset, plan.boundary_extent.offset, kept.size, priority=_BOUNDARY_WRITE_PRIORITY, label=stage
+                self.span_of(stage).offset,
+                plan.boundary_extent.offset,
+                kept.size,
+                priority=_BOUNDARY_WRITE_PRIORITY,
+                label=stage,
             )
 
     def try_prefetch(self, stage: int) -> bool:
@@ -542,7 +546,7 @@ class BoundaryLedger:
         """Waits until the boundary is in memory again. It stays there until it is dropped."""
         wait_until(lambda: self.try_prefetch(stage) and self.kept[stage].read is None, "a boundary")
 
-    def where(self, stage: int) -> Span:
+    def span_of(self, stage: int) -> Span:
         """Returns the boundary's span in the arena. Valid between `place` and `seal`, and between `ready` and `drop`."""
         span = self.kept[stage].span
         assert span is not None

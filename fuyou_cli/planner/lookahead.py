@@ -26,7 +26,7 @@ class Lookahead:
         self._needs_slot = [residency.needs_slot(visit) for visit in schedule.visits]
         self._distance = residency.plan.lookahead
         self._reach = max(self._distance, min(self._distance + _BEYOND, len(schedule.visits) - 1))
-        self.started: set[int] = set()
+        self.prefetched: set[int] = set()
         self._last_step = False
         self.cursor = -1
         self._beyond = 0  # the first visit beyond the lookahead that is still to be fetched for
@@ -62,8 +62,8 @@ class Lookahead:
 
     def _take_slots(self, visit: Visit, stash: Callable[[Visit], None]) -> None:
         """Takes the slots for weights and boundary. Their contents are there or on the way."""
-        if visit.index in self.started:
-            self.started.remove(visit.index)
+        if visit.index in self.prefetched:
+            self.prefetched.remove(visit.index)
         else:
             self._residency.take_slot(visit)
         if visit.stash:
@@ -101,13 +101,13 @@ class Lookahead:
                 resuming = resuming and visit.resume and self._residency.try_resume_gradients(self._owner(visit))
             if visit.take and visit.stage in self._boundaries.kept and not self._boundaries.try_prefetch(visit.stage):
                 return False
-            if index in self.started:
+            if index in self.prefetched:
                 if ahead == 1 and self._uploaded:  # this visit has its span on the device, so the next may take the other
                     nearest(visit, next_step)
                 continue
             if not self._residency.try_prefetch(visit):
                 return False
-            self.started.add(index)
+            self.prefetched.add(index)
         return True
 
     def _fetch_beyond(self) -> None:
@@ -117,11 +117,11 @@ class Lookahead:
         end = min(self.cursor + self._reach + 1, len(self.visits))
         while self._beyond < end:
             index = self._beyond
-            if index not in self.started and self._needs_slot[index]:
+            if index not in self.prefetched and self._needs_slot[index]:
                 visit = self.visits[index]
                 if (visit.fetch and self._residency.in_slot(visit)) or not self._residency.try_prefetch(visit):
                     return
-                self.started.add(index)
+                self.prefetched.add(index)
             self._beyond += 1
 
     def _owner(self, visit: Visit) -> int:
@@ -134,10 +134,10 @@ class Lookahead:
 
     def give_up(self) -> None:
         """Releases what was started and is no longer needed."""
-        for index in sorted(self.started):
+        for index in sorted(self.prefetched):
             self._residency.release(self.visits[index])
-        self.started.clear()
+        self.prefetched.clear()
 
     def forget(self) -> None:
         """Forgets a step that was given up. The caller frees everything it held."""
-        self.started.clear()
+        self.prefetched.clear()

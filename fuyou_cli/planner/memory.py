@@ -256,7 +256,7 @@ def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePla
         request,
         {stage.stage for stage in stages if stage.weights == "gpu"},
         tuple(stage.kept for stage in stages),
-        updated={stage.stage for stage in stages if stage.updated_there},
+        updated={stage.stage for stage in stages if stage.updated_on_device},
         resting={stage.stage for stage in stages if gradients_rest(model, stage, request.sweeps or 1)},
     )
     return replace(memory, outputs=device_bytes(model, request.group, tuple(stage.kept_there for stage in stages)))
@@ -399,7 +399,7 @@ def update_scratch(largest: int) -> int:
 
 def gradients_rest(model: ModelSpec, stage: StagePlan, sweeps: int) -> bool:
     """Whether the stage's gradients need a home on the device."""
-    return stage.updated_there and (stage.deferred or model.has_two_users(stage.stage) or sweeps > 1)
+    return stage.updated_on_device and (stage.deferred or model.has_two_users(stage.stage) or sweeps > 1)
 
 
 def summing_spans(model: ModelSpec, resting: set[int], sweeps: int) -> int:

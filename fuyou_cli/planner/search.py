@@ -128,7 +128,7 @@ class _Search:
         self.with_room = with_room  # accept only plans that disk and device have room for
         self.sweeps = sweep_counts(model, request)
         self.free_pages = (True, False) if request.device == "cpu" and not request.free_pages else (False,)
-        self.here: Alternative | None = None  # where the descent is
+        self.current: Alternative | None = None  # where the descent is
         self.placed = self.visits = 0
         self._is_bounded = True  # not while nothing was found that fits
         self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
@@ -173,19 +173,19 @@ class _Search:
     def _descend_from(self, starts: Iterable[list[Candidate]], rival: Alternative | None = None) -> Alternative | None:
         """Returns the best that a descent comes to from the first starts that fit, if any does. `rival`: a start that is far
         worse is not taken."""
-        self.here, self._is_bounded = None, rival is not None
+        self.current, self._is_bounded = None, rival is not None
         for start in starts:
             self._try(start, tries=_TRIES + 1, rival=rival)
-            if self.here is not None:
+            if self.current is not None:
                 break
         self._is_bounded = True
-        while self.here is not None:
-            before = self.here
+        while self.current is not None:
+            before = self.current
             for moves in (self._one_knob, self._two_knobs):
                 moves()
-            if self.here is before:
+            if self.current is before:
                 break
-        return self.here
+        return self.current
 
     def _measuring_first(self, best: Alternative) -> Alternative:
         """Returns the best plan that measures the norm first, if it is better than this one. RAM is filled anew for it: in a
@@ -234,8 +234,8 @@ class _Search:
         self._try(self._with(kept_there=knobs.kept_there, there=knobs.there))
         self._try(self._fewer_copies())
         before = None
-        while self.here is not before:
-            before = self.here
+        while self.current is not before:
+            before = self.current
             self._try(self._other_sweeps())
         self._try(self._with(free_pages=self.free_pages))
 
@@ -253,44 +253,44 @@ class _Search:
             self._try([replace(one, swap=swap, free_pages=free) for one, swap, free in swaps])
 
         if len(every := list(knobs)) * len(self.model.stages) <= _FEW:
-            assert self.here is not None
-            here = self.here.candidate
-            rest = product(every, dict.fromkeys((here.sweeps, *self._near_sweeps())), self.free_pages)
-            ways = [replace(one, sweeps=count, free_pages=free, norm_first=here.norm_first) for one, count, free in rest]
+            assert self.current is not None
+            start = self.current.candidate
+            rest = product(every, dict.fromkeys((start.sweeps, *self._near_sweeps())), self.free_pages)
+            ways = [replace(one, sweeps=count, free_pages=free, norm_first=start.norm_first) for one, count, free in rest]
             self._try(ways, tries=_TRIES * 4)
 
     def _with(self, **knobs: Iterable[Any]) -> list[Candidate]:
         """Returns the candidate here with every combination of these values."""
-        assert self.here is not None
-        here = self.here.candidate
-        return [replace(here, **dict(zip(knobs, values, strict=True))) for values in product(*knobs.values())]
+        assert self.current is not None
+        start = self.current.candidate
+        return [replace(start, **dict(zip(knobs, values, strict=True))) for values in product(*knobs.values())]
 
     def _pipelines(self, near: int) -> list[Candidate]:
         """Returns the candidate here with the pipelines that are at most so many places off."""
-        assert self.here is not None
-        here, every = self.here.candidate, self.knobs.pipelines
-        place = every.index((here.lookahead, here.gradient_slots))
-        return [_with_pipeline(here, pair) for pair in every[max(0, place - near) : place + near + 1]]
+        assert self.current is not None
+        start, every = self.current.candidate, self.knobs.pipelines
+        place = every.index((start.lookahead, start.gradient_slots))
+        return [_with_pipeline(start, pair) for pair in every[max(0, place - near) : place + near + 1]]
 
     def _fewer_copies(self) -> list[Candidate]:
         """Copies may take longer than compute. Then the outputs that save least per byte are better computed again."""
-        assert self.here is not None
-        if not any(stage.kept for stage in self.here.plan.stages):
+        assert self.current is not None
+        if not any(stage.kept for stage in self.current.plan.stages):
             return []
-        shares = dict.fromkeys((max(0.0, self.here.candidate.activations), self.knobs.activations[-1]))
+        shares = dict.fromkeys((max(0.0, self.current.candidate.activations), self.knobs.activations[-1]))
         return self._with(swap=(0.0,), activations=shares, copied=self.knobs.fewer)
 
     def _other_sweeps(self) -> list[Candidate]:
         """With more sweeps over the model each has fewer rows. So less rests from forward to backward, RAM has room for other
         things, and the device may have room for the batch. But weights and gradients move once more per sweep, and updates run
         only beside the first forward and the last backward."""
-        assert self.here is not None
+        assert self.current is not None
         kept = [share for share in (NONE_KEPT, 0.0, 0.5, 1.0) if share in self.knobs.activations]
         return self._with(sweeps=self._near_sweeps(), activations=kept, kept_there=self.knobs.kept_there)
 
     def _near_sweeps(self) -> list[int]:
-        assert self.here is not None
-        place = self.sweeps.index(self.here.candidate.sweeps)
+        assert self.current is not None
+        place = self.sweeps.index(self.current.candidate.sweeps)
         return [self.sweeps[other] for other in (place - 1, place + 1, place + 2) if 0 <= other < len(self.sweeps)]
 
     def _try(self, candidates: Iterable[Candidate], *, tries: int = _TRIES, rival: Alternative | None = None) -> None:
@@ -303,7 +303,7 @@ class _Search:
         seconds = {placed: self._expected(placed, candidate) for placed, candidate in found.items()}
         cost = {placed: self._cost(seconds[placed], placed.plan.predicted.written_per_step) for placed in found}
         for placed in sorted(found, key=lambda placed: (cost[placed], found[placed]))[:tries]:
-            beside = self.here or rival
+            beside = self.current or rival
             if beside is not None:
                 written = placed.plan.predicted.written_per_step
                 at_least, best = self._costs((placed.bound, written), (beside.seconds, beside.written))
@@ -311,8 +311,8 @@ class _Search:
                 if likely > _FAR * best or at_least > best:
                     continue
             tried = self._simulate(placed, found[placed])
-            if tried is not None and (self.here is None or self._is_better(tried, self.here)):
-                self.here = tried
+            if tried is not None and (self.current is None or self._is_better(tried, self.current)):
+                self.current = tried
 
     # ---- comparing -------------------------------------------------------------------------------------------------------
 

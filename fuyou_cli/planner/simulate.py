@@ -205,7 +205,7 @@ class SimulatedRun:
         self._unhidden = 0 if batch_on_device or plan.batch_on_device else 1
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
         # The backward of an embedding is taken to need no time, but it runs after the updates submitted before it.
-        self._least = _MOMENT if any(stage.updated_there for stage in plan.stages) else 0.0
+        self._least = _MOMENT if any(stage.updated_on_device for stage in plan.stages) else 0.0
 
     def let_go(self) -> None:
         """Breaks the reference cycle with the ledgers, so that memory is freed at once and not by the cycle collector."""
@@ -247,7 +247,7 @@ class SimulatedRun:
         self.moved_out += written
         self.updates += 1
         self.asked.append(StoreRequest(what="update", stage=record.stage))
-        if plan.updated_there:  # compute submitted later runs after the update
+        if plan.updated_on_device:  # compute submitted later runs after the update
             there: JobParts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
             return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
         parts: JobParts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
@@ -269,9 +269,9 @@ class SimulatedRun:
         """Advances to the next completion."""
         self.machine.advance()
 
-    def wait(self, done: Callable[[], bool], cause: str) -> None:
+    def wait(self, condition: Callable[[], bool], cause: str) -> None:
         begin = self.machine.now
-        while not done():
+        while not condition():
             self.pass_time()
             self.tick()
         self.residency.add_stall(cause, self.machine.now - begin)
@@ -287,7 +287,7 @@ class SimulatedRun:
         summed = visit.sum_gradients
         if summed and visit.resume:
             self.residency.resume_gradients(total)
-            if self.device is not None and visit.sweep and not self.plan.stages[total].updated_there:
+            if self.device is not None and visit.sweep and not self.plan.stages[total].updated_on_device:
                 self._wait_for_sum(total)
         if self.device is not None and visit.owner is not None:
             self._wait_for_upload(visit.owner)
@@ -341,7 +341,7 @@ class SimulatedRun:
         if visit.measures:
             self.residency.drop_gradients(total)
             return
-        if self.device is None or self.plan.stages[total].updated_there:
+        if self.device is None or self.plan.stages[total].updated_on_device:
             self._hand_over(total, rests=visit.rest)
             return
         self.residency.hold(self.residency.records[total])  # as in a run: the update that follows uses the host's weights
@@ -405,10 +405,10 @@ class SimulatedRun:
         ticket = self._upload(owner, self.residency.records[owner].generation)
         self._stand_still(lambda: ticket is None or self.machine.is_done(ticket), WEIGHTS_UP)
 
-    def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
+    def _stand_still(self, condition: Callable[[], bool], cause: str) -> None:
         """Waits for copies as a run does: nothing else starts in the meantime."""
         begin = self.machine.now
-        while not done():
+        while not condition():
             self.pass_time()
         self.residency.add_stall(cause, self.machine.now - begin)
 
@@ -433,7 +433,7 @@ class SimulatedRun:
         if visit.sweep and visit.resume:
             record = self.residency.records[visit.stage if visit.owner is None else visit.owner]
             back = record.gradients == "resumed" and record.gradient_read is None
-            if back and not self.plan.stages[record.stage].updated_there:
+            if back and not self.plan.stages[record.stage].updated_on_device:
                 self._send_sum(record.stage)
         if visit.owner is None:
             return

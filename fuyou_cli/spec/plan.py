@@ -160,7 +160,7 @@ class StagePlan:
         return gradients is not None and boundary is not None and gradients.offset == boundary.offset
 
     @property
-    def updated_there(self) -> bool:
+    def updated_on_device(self) -> bool:
         """Tells whether weights, states and gradients rest on the device and are updated there. Then none of them is in RAM."""
         return self.states == "gpu"
 

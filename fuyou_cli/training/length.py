@@ -433,6 +433,6 @@ def saved_where_it_stops(plan: Plan) -> int:
         extent.size
         for stage in plan.stages
         for name in TENSORS
-        if name != "frozen" and (stage.updated_there or stage.ram(name) is not None)
+        if name != "frozen" and (stage.updated_on_device or stage.ram(name) is not None)
         if (extent := stage.extent(name, 0)) is not None
     )

@@ -185,7 +185,7 @@ def test_a_device_is_filled_and_never_passed(limit: str, clip: float | None, new
         assert isinstance(run.device, EmulatedDevice)
         most = load_recipe(project.recipe).recipe.offload.max_memory.gpu.resolve(total=0, auto=0)
         assert run.device.peak_memory() <= run.plan.predicted.gpu_peak <= most
-        assert any(stage.updated_there for stage in run.plan.stages)
+        assert any(stage.updated_on_device for stage in run.plan.stages)
         assert run.losses == whole({**HOST, **same}).losses
 
 

@@ -37,7 +37,7 @@ def _request(gpu_budget: int, *, clip: float | None = 1.0, **changes: object) ->
 
 
 def _there(plan: Plan) -> set[int]:
-    return {stage.stage for stage in plan.stages if stage.updated_there}
+    return {stage.stage for stage in plan.stages if stage.updated_on_device}
 
 
 @pytest.mark.parametrize("clip", [1.0, None])

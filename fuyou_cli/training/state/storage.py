@@ -167,7 +167,7 @@ class StageFiles:
                     progress(stage.numel)
 
     def _load_stage(self, stage: StageSpec, plan: StagePlan, record: Record, source: FirstWeights, workers: Workers) -> None:
-        if plan.updated_there:
+        if plan.updated_on_device:
             record.sums = self._load_there(stage, source, exact=_begun(stage, record, source))
             return
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
@@ -297,7 +297,7 @@ class StageFiles:
                 for extent in (*(extent for _, extent in stage.extents()), *stage.summed_pieces):
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
             spec = self.model.stages[record.stage]
-            if plan.updated_there and spec.source:
+            if plan.updated_on_device and spec.source:
                 self._fetch_pieces(record.stage)
             elif plan.weights_ram is not None:
                 self._read_pieces(spec, plan)
