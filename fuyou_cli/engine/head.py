@@ -84,7 +84,9 @@ class HeadPasses:
         tokens, is_final = TokenLoss.of(targets), True
         for stage in self.visits.model.stages:
             if stage.kind == "head":
-                is_final = self._fold_piece(stage.index, hidden, tokens).is_final
+                first = stage.vocabulary[0] if stage.vocabulary else 0
+                fold = partial(tokens.fold, first=first)
+                is_final = self._visit_piece(stage.index, hidden, fold).is_final
         return tokens, is_final
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -165,12 +167,6 @@ class HeadPasses:
             self.loss = mean(self._losses, normaliser)
             self._check_loss(self.loss, last)
         return tokens
-
-    def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> Visit:
-        """Folds the piece's logits of every token into its loss. Returns the visit."""
-        rows_of = self.visits.stages[stage].vocabulary
-        first = rows_of[0] if rows_of else 0
-        return self._visit_piece(stage, hidden, lambda part, logits: tokens.fold(part, logits, first=first))
 
     def _visit_piece(self, stage: int, hidden: torch.Tensor, take: Callable[[TokenPart, torch.Tensor], None]) -> Visit:
         """Hands the piece's logits to `take`, chunk by chunk. Returns the visit."""

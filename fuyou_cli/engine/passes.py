@@ -350,12 +350,17 @@ class EmbeddingPasses(BlockPasses):
             self.visits.moves.rows.expect_others()
         if call.stage not in self._pieces:
             return super().forward(call, x)
-        return self._forward_in_pieces(self._pieces[call.stage], call, x)
+        # Each piece puts its rows where its ids are: the result is that of a whole table, bit for bit.
+        looked, y = self._ids_of(call, x), None
+        for stage in self._pieces[call.stage]:
+            y = self._look_up(stage, call, x, looked, y)
+        assert y is not None
+        return y
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, other: OtherRoots | None = None) -> None:
         assert ids is not None
         if call.stage in self._pieces:
-            self._backward_in_pieces(self._pieces[call.stage], call, ids, grad_y)
+            self._backward_in_pieces(call, ids, grad_y)
         else:
             super().backward(call, ids, grad_y)
 
@@ -397,14 +402,6 @@ class EmbeddingPasses(BlockPasses):
 
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
-    def _forward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor) -> torch.Tensor:
-        """Puts each piece's rows where its ids are. The result equals that of a whole table, bit for bit."""
-        looked, y = self._ids_of(call, ids), None
-        for stage in pieces:
-            y = self._look_up(stage, call, ids, looked, y)
-        assert y is not None
-        return y
-
     def _look_up(
         self, stage: int, call: Call, ids: torch.Tensor, looked: OfMicroBatches, y: torch.Tensor | None
     ) -> torch.Tensor:
@@ -434,11 +431,11 @@ class EmbeddingPasses(BlockPasses):
         assert y is not None
         return y
 
-    def _backward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
+    def _backward_in_pieces(self, call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
         """Sums every piece's gradients by rows. ids: (batch, tokens) int64; grad_y: (batch, tokens, width)."""
         assert grad_y.shape[: ids.dim()] == ids.shape, (grad_y.shape, ids.shape)
         visits, looked = self.visits, self._ids_of(call, ids)
-        for stage in reversed(pieces):
+        for stage in reversed(self._pieces[call.stage]):
             first, _ = visits.stages[stage].rows
             with visits.backward(stage) as (_, _, _, total):
                 assert total is not None
