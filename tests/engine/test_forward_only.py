@@ -111,9 +111,7 @@ def test_next_tokens_as_transformers_in_memory(family: str, tmp_path: Path) -> N
     torch.testing.assert_close(ours, plain_logits(subject), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("vocabulary", [0, 40])
+@crossed(2, vocabulary=[0, 40], there=[False, True], tied=[False, True])
 def test_next_tokens_of_a_device(vocabulary: int, there: bool, tied: bool, tmp_path: Path) -> None:
     """The vocabulary whole and cut, the batch on the device and across from it. What was prefetched in vain is forgotten."""
     subject = Subject(llama(tie_word_embeddings=tied), Shape(vocabulary=vocabulary, chunk=5))
@@ -145,8 +143,7 @@ def plain_logits(subject: Subject) -> torch.Tensor:
     return torch.stack([model.eval()(input_ids=ids[n : n + 1, : at + 1], use_cache=False).logits[0, -1] for n, at in rows])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@crossed(2, clip=[None, 0.5], tied=[False, True])
 def test_weights_are_read_once_per_group(clip: float | None, tied: bool, tmp_path: Path) -> None:
     subject = Subject(llama(tie_word_embeddings=tied, vocab_size=2000), Shape())
     with Rig(subject, tmp_path, clip=clip) as rig:
@@ -209,8 +206,7 @@ def test_losses_as_transformers_in_memory(family: str) -> None:
     assert relative(found, plain(subject, ids, labels)) <= 1e-6
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("vocabulary", [0, 40])
+@crossed(2, vocabulary=[0, 40], tied=[False, True])
 def test_each_byte_is_read_once_in_a_pass(vocabulary: int, tied: bool) -> None:
     """Reads in the least memory what does not stay again for every pass, and nothing for a pass that does not come."""
     config = llama(num_hidden_layers=5, tie_word_embeddings=tied)
