@@ -34,10 +34,9 @@ from fuyou_cli.spec.hardware import (
     Number,
     Size,
     ThreadRates,
-    wrong_rates,
 )
 
-from .profile import ASSUMED_GPU_PROCESS, ASSUMED_PROCESS, FILE_KEYS, GIVEN
+from .profile import ASSUMED_GPU_PROCESS, ASSUMED_PROCESS, FILE_KEYS, GIVEN, wrong_figures
 
 SYSTEM_MEMORY = 2 * GiB  # assumed for a described machine's other programs
 LARGEST_FILE = 1 << 20
@@ -291,7 +290,7 @@ def _unlike_drives(profile: HardwareProfile, given: Collection[str]) -> list[str
 
 
 def _checked(profile: HardwareProfile, place: str, *problems: str) -> HardwareProfile:
-    problems = (*wrong_rates(profile), *problems)
+    problems = (*wrong_figures(profile), *problems)
     if profile.ram_available > profile.ram_total:
         problems = (*problems, "ram_available: larger than ram_total")
     if problems:

@@ -25,7 +25,7 @@ from fuyou_cli.core.paths import keep_file, kept_folder, machine_id
 from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.core.units import GiB, MiB, in_steps
 from fuyou_cli.recipe.schema import Limit, MemoryLimit
-from fuyou_cli.spec.hardware import BURST_RATES, ON_PROCESSOR, SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
+from fuyou_cli.spec.hardware import BURST_RATES, ON_PROCESSOR, SUSTAINED_RATES, HardwareProfile, merged_rates
 
 from . import drives
 from .measure.timing import Unit, are_busy
@@ -45,7 +45,7 @@ class Rates:
     keys: tuple[str, ...]  # of the profile
     unit: Unit
     measured_by: str  # a function of `measure/`, or the option of `fuyou bench` that asks for it
-    assumed: tuple[float, ...]  # where nothing was measured, by key; empty: then unknown
+    assumed: tuple[float, ...]  # where nothing was measured, by key: no plan can do without; empty: it may stay unknown
 
 
 # Everything that has a rate. A plan counts what is unknown as free, or estimates it from another.
@@ -144,6 +144,29 @@ def budget_of(text: str, *, key: str) -> int:
     return limit.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
 
 
+def wrong_figures(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
+    """Lists what is wrong with a profile beyond its types, each line with its key. `sizes`: also checks the machine's sizes."""
+    on_gpu = profile.device == "cuda"
+    rates = [key for rates in RATES if rates.assumed for key in rates.keys if on_gpu or key not in ("h2d", "d2h")]
+    needed = ["cores", *(["ram_total", "disk_free", *(["device_memory"] if on_gpu else [])] if sizes else []), *rates]
+    wrong = [f"{key}: must be more than 0" for key in needed if key != "adamw" and not getattr(profile, key)]
+    if profile.device not in {*ON_PROCESSOR, "cuda"}:
+        wrong.append(f"device: must be cpu or cuda, not {profile.device!r}")
+    threads = [count for count, _ in profile.adamw]
+    if 1 not in threads or threads != sorted(set(threads)) or not all(rate > 0 for _, rate in profile.adamw):
+        wrong.append("adamw: must give a rate for 1 thread, and ascending numbers of threads")
+    for key in ("shared_compute", "shared_adamw"):
+        if not 0 < getattr(profile, key) <= 1:
+            wrong.append(f"{key}: must be a share from 0 to 1")
+    for index, rate in enumerate(profile.stage_rates):
+        wrong += [
+            f"stage_rates[{index}].{key}: must be more than 0"
+            for key in ("params", "tokens", "forward", "backward")
+            if not getattr(rate, key)
+        ]
+    return wrong
+
+
 # ---- where rates come from -------------------------------------------------------------------------------------------
 
 
@@ -215,7 +238,7 @@ def read_profile(path: Path) -> HardwareProfile:
         raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
     try:
         profile = from_json(HardwareProfile, {key: data[key] for key in data if key not in FILE_KEYS}, defaults=True)
-        wrong: tuple[str, ...] = tuple(wrong_rates(profile, sizes=False))  # without sizes: the disk may have been full
+        wrong: tuple[str, ...] = tuple(wrong_figures(profile, sizes=False))  # without sizes: the disk may have been full
     except WrongData as error:
         wrong = error.problems
     if wrong:

@@ -217,12 +217,8 @@ class HardwareProfile:
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_ALWAYS = (
-    "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
-)  # fmt: skip
 _SAME_STAGE = 1.02  # times the parameters of a stage, with other padding
 _GRAPH_MARGIN = 1.02  # a graph that is larger than planned is not kept
-_BESIDE_A_GPU = ("device_memory", "h2d", "d2h")
 
 
 def rated_kind(model: ModelSpec, stage: StageSpec) -> RatedKind:
@@ -248,28 +244,6 @@ def with_measured_graphs(model: ModelSpec, hardware: HardwareProfile, tokens: in
         return replace(stage, operators=seen.setdefault(size, (replace(graph, bytes=size),)))
 
     return replace(model, stages=tuple(map(of, model.stages)))
-
-
-def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
-    """Lists what is wrong with a profile beyond its types, each line with its key. `sizes`: also checks the machine's sizes."""
-    needed = [*_ALWAYS, *(_BESIDE_A_GPU if profile.device == "cuda" else ())]
-    left_out = () if sizes else _NOT_RATES
-    wrong = [f"{key}: must be more than 0" for key in needed if key not in left_out and not getattr(profile, key)]
-    if profile.device not in {*ON_PROCESSOR, "cuda"}:
-        wrong.append(f"device: must be cpu or cuda, not {profile.device!r}")
-    threads = [count for count, _ in profile.adamw]
-    if 1 not in threads or threads != sorted(set(threads)) or not all(rate > 0 for _, rate in profile.adamw):
-        wrong.append("adamw: must give a rate for 1 thread, and ascending numbers of threads")
-    for key in ("shared_compute", "shared_adamw"):
-        if not 0 < getattr(profile, key) <= 1:
-            wrong.append(f"{key}: must be a share from 0 to 1")
-    for index, rate in enumerate(profile.stage_rates):
-        wrong += [
-            f"stage_rates[{index}].{key}: must be more than 0"
-            for key in ("params", "tokens", "forward", "backward")
-            if not getattr(rate, key)
-        ]
-    return wrong
 
 
 def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
