@@ -55,6 +55,11 @@ def shown(name: str) -> str:
     return ascii(name) if len(name) <= 200 else ascii(name[:200]) + "..."
 
 
+def legible(name: str, most: int = 4096) -> str:
+    """Returns a name as it is where that is safe to print."""
+    return name if name.isprintable() and len(name) <= most else shown(name)
+
+
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes an object from the pairs of `object_pairs_hook`. Raises ValueError for a duplicate key."""
     found = dict(pairs)
@@ -137,12 +142,7 @@ def _no_number(text: str) -> float:
 
 
 def _refused(path: Path, what: str, hint: str | None) -> UsageError:
-    return UsageError(f"{_named(path)}: {what}", hint=hint)
-
-
-def _named(path: Path) -> str:
-    place = str(path)
-    return place if place.isprintable() and len(place) <= 4096 else shown(place)
+    return UsageError(f"{legible(str(path))}: {what}", hint=hint)
 
 
 def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
@@ -153,7 +153,7 @@ def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
         return None
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         why = getattr(error, "strerror", None) or error
-        raise unusable(f"{_named(path)}: cannot be read: {why}", error, hint=hint) from None
+        raise unusable(f"{legible(str(path))}: cannot be read: {why}", error, hint=hint) from None
     if len(raw) > limit:
         raise _refused(path, f"is larger than {limit:,} bytes, the limit for such a file", hint)
     try:
@@ -309,7 +309,7 @@ def show_path(path: Sequence[str | int]) -> str:
             text += f"[{part}]"
             continue
         name = str(part)
-        name = name if name.isprintable() and len(name) <= 80 else shown(name)
+        name = legible(name, most=80)
         text += f".{name}" if text else name
     return text
 

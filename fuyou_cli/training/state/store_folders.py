@@ -34,7 +34,7 @@ from ...core.disk import (
     unreadable,
 )
 from ...core.errors import FuyouError, OutOfSpaceError, UsageError
-from ...core.json_files import find_object, find_text, from_json, object_in, shown
+from ...core.json_files import find_object, find_text, from_json, legible, object_in, shown
 from ...core.paths import is_same_folder, keep_file, kept_folder, open_own, write_own
 from ...core.probe import file_system_of
 from . import manifest as manifests
@@ -378,12 +378,8 @@ def read_store(manifest: Path) -> StoreFiles:
         digest=hashlib.sha256(text.encode()).hexdigest(),
         files=tuple(found for found in looked.values() if isinstance(found, Remnant)),
         missing=sum(found is None and name in wanted for name, found in looked.items()),
-        refused=tuple(f"{_printable(name)}: {why}" for name, why in looked.items() if isinstance(why, str)),
+        refused=tuple(f"{legible(name)}: {why}" for name, why in looked.items() if isinstance(why, str)),
     )
-
-
-def _printable(name: str) -> str:
-    return name if name.isprintable() and len(name) <= 4096 else shown(name)
 
 
 def _named(manifest: Path, content: dict[str, Any]) -> tuple[set[str], list[str]]:
