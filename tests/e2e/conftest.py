@@ -186,6 +186,12 @@ class Project:
         texts = [(stream.flush(), stream.buffer.getvalue().decode())[1] for stream in (out, err)]  # type: ignore[attr-defined]
         return subprocess.CompletedProcess("fuyou", int(end.value.code or 0), *texts)
 
+    def done(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """The same of a command that ends well."""
+        ended = self.fuyou(*arguments)
+        assert ended.returncode == 0, ended.stderr
+        return ended
+
     def begin(self, *arguments: str | Path, first: str = "", served: bool = True) -> Child:
         """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time.
         `served`: it tokenises itself, and starts no worker."""

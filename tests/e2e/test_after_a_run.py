@@ -32,8 +32,7 @@ def test_a_model_a_store_and_an_output_folder(new_project: NewProject, whole: Wh
     exported(store, out / "model")
     ready = prepared_run(project)
     for source, weights in ((model, model), (store, out / "model"), (out, out / "model")):
-        done = project.fuyou("eval", source, project.recipe, "--json")
-        assert done.returncode == 0, done.stderr
+        done = project.done("eval", source, project.recipe, "--json")
         said = json.loads(done.stdout)
         assert [one["name"] for one in said["sets"]] == ["held-out", "one", "held-back"]
         for one in said["sets"]:
@@ -46,12 +45,10 @@ def test_what_a_run_told_is_told_again(new_project: NewProject) -> None:
     """`fuyou eval` of its output folder gives the loss that it ended with, `fuyou report` the figures of its log."""
     project = new_project(changes=EXACT)
     with_sets(project, EXACT)
-    ran = project.fuyou("finetune", project.recipe)
-    assert ran.returncode == 0, ran.stderr
+    project.done("finetune", project.recipe)
     records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
     last = {record["name"]: record["loss"] for record in records if record["event"] == "eval"}
-    done = project.fuyou("eval", project.out, project.recipe)
-    assert done.returncode == 0, done.stderr
+    done = project.done("eval", project.out, project.recipe)
     for name, loss in last.items():
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{name}  loss "))
         assert float(line.split()[2]) == pytest.approx(loss, rel=1e-5)
@@ -91,8 +88,7 @@ def test_a_model_of_nan_is_told_in_valid_json(new_project: NewProject, tmp_path:
     (file,) = folder.glob("*.safetensors")
     weights = {name: tensor.fill_(math.nan) for name, tensor in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
-    done = project.fuyou("eval", folder, project.recipe, "dataset.eval_fraction=0.5", "--json")
-    assert done.returncode == 0, done.stderr
+    done = project.done("eval", folder, project.recipe, "dataset.eval_fraction=0.5", "--json")
     (told,) = json.loads(done.stdout, parse_constant=pytest.fail)["sets"]
     assert told["loss"] is None and told["perplexity"] is None
 

@@ -63,8 +63,7 @@ def test_killed_while_it_is_written(new_project: NewProject, tmp_path: Path) -> 
     first = kept_step(project.out / "best")
     assert first is not None and 0 < first < STEPS
     assert all(bool(value.isfinite().all()) for value in best(project).values())
-    result = project.fuyou("finetune", project.recipe)
-    assert result.returncode == 0, result.stderr
+    result = project.done("finetune", project.recipe)
     seen = losses(project)
     lowest = min(range(1, STEPS + 1), key=seen.__getitem__)
     assert kept_step(project.out / "best") == lowest > first and seen[lowest] < seen[0]

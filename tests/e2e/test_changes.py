@@ -82,14 +82,13 @@ def test_losses_are_those_of_a_loop_that_changes_the_same(
 def test_a_finished_run_is_made_longer_by_the_command(new_project: NewProject, tmp_path: Path) -> None:
     """The log and the report say what changed, when and from what; the refusal before says what to write."""
     project = new_project(changes={"train.max_steps": 3})
-    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    project.done("finetune", project.recipe)
     longer = ("finetune", project.recipe, "train.max_steps=5", "optimizer.lr=0.001")
     refused = project.fuyou(*longer)
     said = " ".join(refused.stderr.split())
     assert refused.returncode == 2 and "train.max_steps was 3, is 5" in said and "optimizer.lr was 0.003, is 0.001" in said
     assert "add --accept-changes" in said and "train.max_steps=3" in said and "optimizer.lr=0.003" in said
-    done = project.fuyou(*longer, "--accept-changes", "logging.every_steps=2")
-    assert done.returncode == 0, done.stderr
+    done = project.done(*longer, "--accept-changes", "logging.every_steps=2")
     ours, theirs = project.exported(), exported(store_of(project), tmp_path / "out")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), "of the longer run"
     assert "changed: " in done.stderr and sorted(project.losses()) == [1, 2, 3, 4, 5]

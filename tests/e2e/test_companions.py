@@ -61,14 +61,12 @@ def test_what_is_kept_already_is_not_written_again(tmp_path: Path) -> None:
 def test_the_export_has_the_tokenizer_of_the_run(pad: str, new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     project = new_project(changes=_started_from(materials, start, pad=pad))
-    ran = project.fuyou("finetune", project.recipe)
-    assert ran.returncode == 0, ran.stderr
+    project.done("finetune", project.recipe)
     expected = AutoTokenizer.from_pretrained(start / "tokenizer")
     ids, chat = expected(TEXT)["input_ids"], expected.apply_chat_template(CHAT, chat_template=TEMPLATE)["input_ids"]
     shutil.rmtree(start)
     stores = [manifest.parent for manifest in (project.out / "store").glob("*/manifest.json")]
-    again = project.fuyou("export", stores[0], project.folder / "again")
-    assert again.returncode == 0, again.stderr
+    project.done("export", stores[0], project.folder / "again")
     for folder in (project.out / "model", project.folder / "again"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer(TEXT)["input_ids"] == ids
@@ -82,11 +80,11 @@ def test_the_export_has_the_tokenizer_of_the_run(pad: str, new_project: NewProje
 
 def test_a_store_without_kept_files_is_exported_from_the_models_folder(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": 3, "export.at_end": False})
-    assert project.fuyou("finetune", project.recipe).returncode == 0
+    project.done("finetune", project.recipe)
     kept = next((project.out / "store").glob("*/companions"))
     assert {file.name for file in kept.iterdir()} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
     shutil.rmtree(kept)
-    assert project.fuyou("export", project.recipe, project.folder / "model").returncode == 0
+    project.done("export", project.recipe, project.folder / "model")
     assert AutoTokenizer.from_pretrained(project.folder / "model").eos_token == "<|end|>"
 
 
@@ -107,17 +105,14 @@ def test_chat_templates_with_names_are_in_every_export(
     if kind == "adapter":
         pytest.importorskip("peft", reason="peft comes with the extra lora")
     project = new_project(changes=changes | ({"adapter": {"r": 2}} if kind == "adapter" else {}))
-    ran = project.fuyou("finetune", project.recipe)
-    assert ran.returncode == 0, ran.stderr
+    project.done("finetune", project.recipe)
     (store,) = (manifest.parent for manifest in (project.out / "store").glob("*/manifest.json"))
     if kind == "adapter":
-        merged = project.fuyou("export", store, project.folder / "merged", "--merged")
-        assert merged.returncode == 0, merged.stderr
+        project.done("export", store, project.folder / "merged", "--merged")
     for name in ("additional_chat_templates", "chat_template.jinja", "tokenizer_config.json"):  # the store has its own
         path = start / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    exported = project.fuyou("export", store, project.folder / "again")
-    assert exported.returncode == 0, exported.stderr
+    project.done("export", store, project.folder / "again")
     folders = [project.out / ("adapter" if kind == "adapter" else "model"), project.folder / "again"]
     for folder in (*folders, *([project.folder / "merged"] if kind == "adapter" else [])):
         assert AutoTokenizer.from_pretrained(folder).chat_template == NAMED, folder

@@ -276,7 +276,7 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
     with pytest.raises(Interrupted, match="before the export"):
         run_finetune(load_recipe(project.recipe))
     assert (project.out / "timeline.svg").exists() and not (project.out / "model").exists()
-    assert project.fuyou("finetune", project.recipe).returncode == 0
+    project.done("finetune", project.recipe)
     assert (project.out / "model").is_dir()
 
 

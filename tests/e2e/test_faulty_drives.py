@@ -347,13 +347,13 @@ def test_a_drive_that_is_not_mounted_is_not_taken_for_a_new_one(
             said = " ".join(refused.stderr.split())
             assert refused.returncode == 2 and "was on another drive" in said and "checkpoint.resume=never" in said, refused
             assert not any(place.iterdir())
-        assert project.fuyou("plan", project.recipe).returncode == 0
+        project.done("plan", project.recipe)
         mount(place)
         assert content(place) == saved
         whole_run = project.fuyou("finetune", project.recipe)
         assert whole_run.returncode == 0 and "resuming after step" in whole_run.stderr, whole_run
         unmount(place)
-        assert project.fuyou("finetune", project.recipe, "checkpoint.resume=never").returncode == 0
+        project.done("finetune", project.recipe, "checkpoint.resume=never")
         assert list(project.losses().values()) == whole().losses
         again = project.fuyou("finetune", project.recipe)  # the state on this drive is the run's now
         assert again.returncode == 0, again
@@ -470,8 +470,7 @@ def test_a_run_killed_in_its_first_second_is_never_refused(
         found.add(tuple(sorted(path.name for path in directories[0].iterdir())))
         find_saved("auto", directories, say=print)  # raises where a run would be refused
     assert len(found) > 2  # moments
-    again = project.fuyou("finetune", project.recipe)
-    assert again.returncode == 0, again.stderr
+    project.done("finetune", project.recipe)
     assert list(project.losses().values()) == whole().losses
 
 

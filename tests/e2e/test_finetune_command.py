@@ -24,8 +24,7 @@ LONG = {"train.max_steps": STEPS}
 @pytest.mark.slow
 def test_interrupted_twice_is_the_same_run(new_project: NewProject) -> None:
     whole, broken = new_project("whole", LONG), new_project("broken", LONG)
-    finished = whole.fuyou("finetune", whole.recipe)
-    assert finished.returncode == 0, finished.stderr
+    whole.done("finetune", whole.recipe)
     done = 0
     for step in (3, 9):
         stopped = broken.fuyou_doing(f"os.kill(os.getpid(), {signal.SIGINT:d})", step, "finetune", broken.recipe)
@@ -36,8 +35,7 @@ def test_interrupted_twice_is_the_same_run(new_project: NewProject) -> None:
         assert not (broken.out / "model").exists()
         assert sorted(broken.losses()) == [*range(1, step + 1)]
         done = step
-    resumed = broken.fuyou("finetune", broken.recipe)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = broken.done("finetune", broken.recipe)
     assert f"resuming after step {done}" in resumed.stderr
     assert broken.losses() == whole.losses()
     assert len(whole.losses()) == STEPS
@@ -54,8 +52,7 @@ def _exports_again(project: Project, expected: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = project.folder / "again"
-    exported = project.fuyou("export", project.recipe, target)
-    assert exported.returncode == 0, exported.stderr
+    project.done("export", project.recipe, target)
     again = {name: value for file in target.glob("*.safetensors") for name, value in load_file(file).items()}
     assert all(torch.equal(again[name], expected[name]) for name in expected) and again.keys() == expected.keys()
     model, problems = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
@@ -66,8 +63,7 @@ def _exports_again(project: Project, expected: dict[str, Any]) -> None:
 
 def test_plan_shows_and_writes_nothing_of_a_run(new_project: NewProject) -> None:
     project = new_project()
-    shown = project.fuyou("plan", project.recipe, "--json", "--dry-run")
-    assert shown.returncode == 0, shown.stderr
+    shown = project.done("plan", project.recipe, "--json", "--dry-run")
     plan = json.loads(shown.stdout)
     assert plan["fits"] is True and plan["model"]["architecture"] == "GPT2LMHeadModel"
     assert {stage["weights"] for stage in plan["plan"]["stages"]} == {"ssd"}
@@ -88,7 +84,7 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: NewProject) -> Non
     assert (as_json.returncode, data["fits"]) == (3, False) and "more than its budget" in data["problems"][0]
     assert data["plan"]["predicted"]["cpu_peaks"]["train"] > data["plan"]["cpu_budget"] == 64 << 20
     (least,) = (key for change in data["changes"] for key in change["overrides"] if key.endswith("MiB"))
-    assert project.fuyou("plan", project.recipe, "--dry-run", least).returncode == 0
+    project.done("plan", project.recipe, "--dry-run", least)
     assert not Path(project.out).exists()
 
 
@@ -110,7 +106,7 @@ def test_a_store_on_a_disk_it_fills_is_resumed(new_project: NewProject) -> None:
     """The store itself is no longer free space: only what is still to be written has to be free."""
     constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}, "export.at_end": False}
     project = new_project(changes=constant)
-    assert project.fuyou("finetune", project.recipe, "train.max_steps=2").returncode == 0
+    project.done("finetune", project.recipe, "train.max_steps=2")
     (store,) = (project.out / "store").glob("*/store.bin")
     size = store.stat().st_size
     resumed = project.fuyou_with_free(size // 3, "finetune", project.recipe, "train.max_steps=3")
@@ -135,15 +131,14 @@ def test_the_loggers_a_recipe_names_are_the_ones_that_write(new_project: NewProj
 
 def test_a_finished_run_again_and_its_store_cleaned(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
-    assert project.fuyou("finetune", project.recipe).returncode == 0
+    project.done("finetune", project.recipe)
     (store,) = (project.out / "store").glob("*/store.bin")
     drawing = (project.out / "timeline.svg").read_bytes()
     idle = project.fuyou("finetune", project.recipe)  # a finished run measures nothing, and draws nothing over
     assert idle.returncode == 0 and "the run is already finished: all 2 steps" in idle.stderr
     assert "-100" not in idle.stderr and (project.out / "timeline.svg").read_bytes() == drawing
     _exported_as_asked(project, store.parent)
-    done = project.fuyou("clean", project.out / "store", "--yes")
-    assert done.returncode == 0, done.stderr
+    done = project.done("clean", project.out / "store", "--yes")
     assert str(store) in done.stdout and "removed" in done.stdout
     assert [path for path in store.parent.rglob("*") if path.is_file()] == []
     again = project.fuyou("finetune", project.recipe)  # nothing of the old run is left to go on from
@@ -160,8 +155,7 @@ def _exported_as_asked(project: Project, store: Path) -> None:
         ]
     ):
         target = project.folder / f"exported{number}"
-        done = project.fuyou("export", arguments[0], target, *arguments[1:])
-        assert done.returncode == 0, done.stderr
+        done = project.done("export", arguments[0], target, *arguments[1:])
         assert f"bytes of {dtype} weights" in done.stdout
         assert json.loads((target / "config.json").read_text())["dtype"] == dtype
     refused = project.fuyou("export", store, project.folder / "none", "seed=3")

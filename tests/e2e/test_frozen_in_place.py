@@ -231,8 +231,7 @@ def test_verifying_compares_the_models_files(summed: bool, frozen: NewProject, m
     project, file = frozen(changes=changes), weights_of(model)
     _, store = train(project)
     os.utime(file, ns=(0, 7))  # as a copy has another time
-    done = project.fuyou("verify", store)
-    assert done.returncode == 0, done.stderr
+    done = project.done("verify", store)
     name = f"frozen weights in the model's file {file}: "
     if not summed:
         assert f"{name}not compared: the saved state has no checksums" in done.stdout
@@ -270,8 +269,7 @@ def test_a_time_of_change_that_a_store_cannot_name_is_no_error(frozen: NewProjec
 
 def test_the_plan_says_where_frozen_weights_are_read(frozen: NewProject) -> None:
     project = frozen()
-    shown = project.fuyou("plan", project.recipe)
-    assert shown.returncode == 0, shown.stderr
+    shown = project.done("plan", project.recipe)
     assert "read from the model's own files, not copied" in " ".join(shown.stdout.split())
 
 
@@ -307,8 +305,7 @@ def put_another_byte(file: Path, saved: Manifest) -> None:
 def test_an_adapter_is_exported_without_the_models_files(frozen: NewProject, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft comes with the extra lora")
     project = frozen(changes={"freeze": [], "adapter": {"r": 2}, "export.at_end": False})
-    ran = project.fuyou("finetune", project.recipe)
-    assert ran.returncode == 0, ran.stderr
+    project.done("finetune", project.recipe)
     store = store_of(project)
     assert manifest_of(project).sources
     weights_of(model).unlink()
@@ -356,7 +353,7 @@ def test_without_the_models_files_frozen_weights_are_rounded_and_that_is_said(
     model, away = Path(shutil.copytree(materials / "model", tmp_path / "start")), tmp_path / "away"
     keys = {"freeze": FREEZE, "model.name_or_path": str(model), "train.max_steps": 2, "export.at_end": False}
     project = new_project(changes=keys)
-    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    project.done("finetune", project.recipe)
     store = store_of(project)
     began, said = load_file(model / "model.safetensors"), list[str]()
     model.rename(away)

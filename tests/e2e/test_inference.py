@@ -176,7 +176,7 @@ def test_a_store_is_found_by_the_folder_of_its_run(whole: WholeOf) -> None:
 def test_an_output_folder_whose_store_lies_elsewhere(new_project: NewProject, tmp_path: Path) -> None:
     """A run's log says where, from any folder; nothing is exported yet."""
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False, "offload.dir": "drive"})
-    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    project.done("finetune", project.recipe)
     (store,) = (project.folder / "drive").iterdir()
     saved = find(project.out).store
     assert saved is not None and saved.folder == store and not (project.out / "store").exists()
@@ -188,7 +188,7 @@ def test_an_output_folder_whose_store_lies_elsewhere(new_project: NewProject, tm
         ("generate", project.out, "--prompt", "The road", "--max-new-tokens", "2"),
         ("eval", project.out, project.recipe, sets),
     ):
-        assert (done := project.fuyou(*words)).returncode == 0, done.stderr
+        project.done(*words)
     assert (tmp_path / "model" / "config.json").is_file()
 
 

@@ -36,8 +36,7 @@ def shaped(new_project: NewProject, tmp_path: Path) -> Project:
 
 
 def _points(project: Project, *more: str | Path) -> list[dict[str, Any]]:
-    run = project.fuyou("bench", "--model", project.recipe, "--json", *more)
-    assert run.returncode == 0, run.stderr
+    run = project.done("bench", "--model", project.recipe, "--json", *more)
     found: list[dict[str, Any]] = json.loads(run.stdout)["points"]
     return found
 

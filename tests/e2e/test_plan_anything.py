@@ -94,8 +94,7 @@ TOKENISING, PLAN = "reading and tokenising the data", "Placement"
 
 
 def _said(project: Project) -> str:
-    done = project.fuyou("finetune", project.recipe)
-    assert done.returncode == 0, done.stderr
+    done = project.done("finetune", project.recipe)
     return " ".join(done.stderr.split())
 
 

@@ -141,8 +141,7 @@ def test_the_plan_that_is_shown_is_run(new_project: NewProject, command: Command
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
     code, out, _ = command(project)("plan", "recipe.yaml", "--dry-run", "--json")
     assert code == 0
-    done = project.fuyou("finetune", "recipe.yaml", "logging.every_steps=2")
-    assert done.returncode == 0, done.stderr
+    project.done("finetune", "recipe.yaml", "logging.every_steps=2")
     planned = json.loads(out)["plan"]
     records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
     (promised,) = (record for record in records if record["event"] == "plan")

@@ -158,14 +158,12 @@ def test_the_command_trains_generates_and_merges(
     packed, decoded = models(kind)
     adapter = {"r": 4, "target_modules": ["q_proj"]}
     project = project_of(packed, changes={"train.max_steps": 2, "export": {"at_end": True}, "adapter": adapter})
-    ended = project.fuyou("finetune", project.recipe)
-    assert ended.returncode == 0, ended.stderr
+    project.done("finetune", project.recipe)
     base = transformers.AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32)
     assert streamed(packed, "bfloat16", memory=1 << 22) == streamed(decoded, "bfloat16", memory=1 << 22)
     if kind == "fp8":  # whose weights are rounded to bfloat16
         assert streamed(packed, "float32", memory=1 << 22) == pytest.approx(losses_of(base), rel=1e-2)
-    wrote = project.fuyou("generate", project.out, "--prompt", "The road", "--max-new-tokens", "3")
-    assert wrote.returncode == 0, wrote.stderr
+    project.done("generate", project.out, "--prompt", "The road", "--max-new-tokens", "3")
     run_export(store_of(project), tmp_path / "merged", [], dtype="bfloat16", merged=True)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert not hasattr(merged.config, "quantization_config") and merged.dtype == torch.bfloat16

@@ -127,8 +127,7 @@ def test_code_of_a_tokenizer(kind: str, new_project: NewProject, llama: Path, tm
     config = json.loads((model / "tokenizer_config.json").read_text())
     del config["auto_map"]
     (copy / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}))
-    ran = project.fuyou("finetune", "recipe.yaml", f"tokenizer.name_or_path={copy}")
-    assert ran.returncode == 0, ran.stderr
+    project.done("finetune", "recipe.yaml", f"tokenizer.name_or_path={copy}")
 
 
 def test_code_of_a_tokenizer_that_transformers_does_not_need(new_project: NewProject, materials: Path, tmp_path: Path) -> None:

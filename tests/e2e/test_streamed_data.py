@@ -38,8 +38,7 @@ def test_a_stopped_run_goes_on_with_the_same_rows(new_project: NewProject) -> No
 
 def test_as_a_person_runs_it(new_project: NewProject) -> None:
     project = new_project("command", STREAMED)
-    done = project.fuyou("finetune", project.recipe)
-    assert done.returncode == 0, done.stderr
+    done = project.done("finetune", project.recipe)
     assert "the first part of the data: 64 samples (rows.jsonl: text) in 64 rows" in " ".join(done.stderr.split())
     shown = project.fuyou("data", project.recipe)
     assert shown.returncode == 0 and "6 of 4 rows, typically" in shown.stdout and ": of a stream" in shown.stdout, shown.stderr
