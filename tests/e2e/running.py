@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from fuyou_cli.checkpoint.hub import Progress
+from fuyou_cli.core.errors import Interrupted
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import Recipe
@@ -60,13 +63,20 @@ def run_of(what: Project | Ready, **options: Any) -> Run:
     return Run(ready, **options)
 
 
+@contextmanager
+def loaded_run(what: Project | Ready, **options: Any) -> Iterator[Run]:
+    """Opens it, loads what it goes on from or its model, and closes it."""
+    with run_of(what, **options) as run:
+        run.load(lambda count: None)
+        yield run
+
+
 def train(
     project: Project | Ready, between: Between | None = None, *, say: Callable[[str], None] = silent
 ) -> tuple[list[float], Path]:
     """Runs steps to the end, or until `between` (called between micro-batches) stops it; returns losses and the store's folder.
     `say`: gets the run's messages."""
-    with run_of(project, announce=say) as run:
-        run.load(lambda count: None)
+    with loaded_run(project, announce=say) as run:
         if between is not None:
             look = run.executor.between_micro_batches
 
@@ -77,6 +87,12 @@ def train(
             run.executor.between_micro_batches = look_and_act
         run.train(lambda report: None)
         return run.losses, run.store.paths[0].parent
+
+
+def stop(what: Project | Ready, between: Between) -> None:
+    """Runs steps until `between` stops it."""
+    with pytest.raises(Interrupted):
+        train(what, between)
 
 
 def interrupt(step: int, phase: str) -> Between:

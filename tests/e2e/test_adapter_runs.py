@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.batches import collate
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import AdapterWeights, stored_weights
@@ -24,7 +24,7 @@ from fuyou_cli.training.prepare import Ready
 from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import CommandIn, NewProject, Project, WholeOf
-from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
+from .running import interrupt, loaded_run, manifest_of, prepared_run, stop, store_of, sums, train
 from .test_inference import losses_of, streamed
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -116,8 +116,7 @@ def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora:
     }  # fmt: skip
     whole, stopped = lora("whole", changes), lora("stopped", changes)
     wanted, store = train(whole)
-    with pytest.raises(Interrupted):
-        train(stopped, interrupt(3, "backward"))
+    stop(stopped, interrupt(3, "backward"))
     losses, again = train(stopped)
     assert losses == wanted
     assert sums(again) == sums(store) and manifest_of(stopped).step == STEPS
@@ -171,8 +170,7 @@ def test_a_run_starts_from_the_adapter_of_another(adapter: dict[str, Any], lora:
     began = peft.PeftModel.from_pretrained(base_of(ready), first.out / "adapter", is_trainable=True).train()
     wanted = list(steps_in_memory(ready, began))
     assert wanted[0] != pytest.approx(by_peft(ready, began=False)[0], rel=1e-4), "it makes a difference"
-    with pytest.raises(Interrupted):
-        train(second, interrupt(4, "forward"))
+    stop(second, interrupt(4, "forward"))
     shutil.rmtree(first.out)
     losses, store = train(second)
     assert losses == pytest.approx(wanted, rel=1e-6)
@@ -191,8 +189,7 @@ def test_a_run_starts_from_what_peft_saves_in_bfloat16(lora: NewProject, llama: 
     peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(llama), config).save_pretrained(tmp_path / "saved")
     adapter = {"r": 4, "target_modules": ["q_proj", "down_proj"], "from": str(tmp_path / "saved")}
     project = lora(changes={"adapter": adapter, "precision": {"compute": "bfloat16"}})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(1, "forward"))
+    stop(project, interrupt(1, "forward"))
     with stored_weights(saved_store(store_of(project)), dtype="float32", say=None, trained_only=True) as weights:
         kept = AdapterWeights(weights)
         held = {one.name: (bytearray(kept.read(one, 0, one.numel)), one.shape) for one in kept.tensors()}
@@ -238,8 +235,7 @@ def test_a_model_is_not_merged(whole: WholeOf, tmp_path: Path) -> None:
 def test_the_plan_counts_what_loading_writes(lora: NewProject) -> None:
     """Counts frozen weights too, and no more than the adapter for the export."""
     ready = prepared_run(lora())
-    with run_of(ready) as run:
-        run.load(lambda count: None)
+    with loaded_run(ready) as run:
         assert run.daemon.counters().written_bytes == loaded(run.plan)
     assert ready.planned.plan.predicted.export_bytes == 4 * ready.planned.model.trained_parameters
 

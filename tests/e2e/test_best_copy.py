@@ -19,7 +19,7 @@ from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.run_log import read_history
 
 from .conftest import NewProject, Project
-from .running import exported, run_of, train
+from .running import exported, loaded_run, train
 
 STEPS = 4
 KILLED = """
@@ -91,8 +91,7 @@ def test_killed_while_it_is_written(new_project: NewProject, tmp_path: Path) -> 
 def test_an_adapter_and_a_cut_vocabulary(changes: dict[str, Any], new_project: NewProject, llama: Path, tmp_path: Path) -> None:
     changes = {**ASKED, "model.name_or_path": str(llama), "eval": {"every_steps": 2, "keep_best": True}, **changes}
     project, reports = new_project(changes=changes), list[Any]()
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         run.train(lambda report: None, reports.append)
         told, stored = run.report().best, dict(run.ready.stored_as)
     step = kept_step(project.out / "best")
@@ -125,8 +124,7 @@ def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> N
         if report.step == 2:
             (project.out / "best" / "mine.txt").touch()
 
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         run.train(disturb, found.append)
         told, ours = run.report().best, run.losses
     kept = [report for report in found if isinstance(report, BestReport)]
@@ -139,8 +137,7 @@ def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> N
 
 def told(project: Project, say: Callable[[str], None] = lambda text: None) -> str:
     """Returns what a run says of its best weights at its end."""
-    with run_of(project, announce=say) as run:
-        run.load(lambda count: None)
+    with loaded_run(project, announce=say) as run:
         run.train(lambda report: None)
         return run.report().best
 

@@ -13,12 +13,12 @@ import torch
 import transformers
 from proof.parsers import with_digest
 
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.manifest import Change
 
 from .conftest import NewProject, Project
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, stop, store_of, train
 from .test_adapter_runs import base_of, steps_in_memory
 from .test_stopping import RAM
 
@@ -56,8 +56,7 @@ def test_losses_are_those_of_a_loop_that_changes_the_same(
 ) -> None:
     usual = {**PLAIN, **tiers, "model.name_or_path": str(llama), "train.max_steps": STEPS}
     project = new_project(changes=usual)
-    with pytest.raises(Interrupted):
-        train(project, interrupt(4, "forward"))
+    stop(project, interrupt(4, "forward"))
     project.write_recipe({**usual, **changes})
     with pytest.raises(UsageError) as refused:
         prepared_run(project)
@@ -70,8 +69,7 @@ def test_losses_are_those_of_a_loop_that_changes_the_same(
         _rate(name, peak=peak, warmup=warmup, total=total),
     )
     wanted = list(steps_in_memory(ready, base_of(ready).train(), rate=lambda step: (first if step <= 3 else then)(step)))
-    with pytest.raises(Interrupted):
-        train(ready, interrupt(5, "forward"))
+    stop(ready, interrupt(5, "forward"))
     losses, _ = train(project)  # the recipe says it, and the state knows
     assert len(losses) == total and losses == pytest.approx(wanted, rel=1e-6)
     assert {(one.step, one.key, one.now) for one in manifest_of(project).changes} >= {
@@ -108,8 +106,7 @@ def test_what_was_accepted_is_known_before_the_next_step_is_saved(stopped: Proje
     longer = {"train.max_steps": STEPS + 2}
     stopped.write_recipe(longer)
     before = manifests.read(store_of(stopped), manifests.BEFORE)
-    with pytest.raises(Interrupted):
-        train(prepared_run(stopped, accept_changes=True), interrupt(3, "forward"))
+    stop(prepared_run(stopped, accept_changes=True), interrupt(3, "forward"))
     assert [(one.key, one.before, one.now) for one in manifest_of(stopped).changes] == [("train.max_steps", STEPS, STEPS + 2)]
     assert manifests.read(store_of(stopped), manifests.BEFORE) == before, "an older state is kept as it was"
     assert len(train(stopped)[0]) == STEPS + 2
@@ -139,8 +136,7 @@ def test_a_state_that_does_not_say_what_its_recipe_said(stopped: Project) -> Non
         prepared_run(stopped, accept_changes=True)
     assert "run it once with its old recipe" in str(refused.value.hint)
     stopped.write_recipe({"train.max_steps": STEPS})
-    with pytest.raises(Interrupted):
-        train(stopped, interrupt(3, "forward"))
+    stop(stopped, interrupt(3, "forward"))
     stopped.write_recipe({"train.max_steps": STEPS, "optimizer.lr": 1e-3})
     assert len(train(prepared_run(stopped, accept_changes=True))[0]) == STEPS
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.compiled import CompiledBlocks
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
@@ -22,7 +22,7 @@ from fuyou_cli.training.prepare import fetch, tokenise
 from fuyou_cli.training.run import Run
 
 from .conftest import NewProject, WholeOf
-from .running import STEPS, interrupt, planned, run_of, silent, train
+from .running import STEPS, interrupt, loaded_run, planned, silent, stop, train
 
 COMPILED = {"train.max_steps": STEPS, "train.compile": True}
 
@@ -38,8 +38,7 @@ def test_it_learns_alike_and_resumes_alike(new_project: NewProject, whole: Whole
     losses, _ = train(project)
     assert losses == pytest.approx(whole({"train.max_steps": STEPS}).losses, rel=1e-4)
     stopped = new_project("stopped", COMPILED)
-    with pytest.raises(Interrupted):
-        train(stopped, interrupt(3, "forward"))
+    stop(stopped, interrupt(3, "forward"))
     assert train(stopped)[0] == losses
 
 
@@ -50,8 +49,7 @@ def test_graphs_that_stay_on_the_device_change_nothing(new_project: NewProject, 
     emulated = {**COMPILED, "offload.device": "emulated", "model.name_or_path": str(llama), **more}
     recomputed, _ = train(new_project(changes={**emulated, "offload.activations": "recompute"}))
     project = new_project("kept", {**emulated, "offload.activations": "keep"})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
+    stop(project, interrupt(3, "forward"))
     project.write_recipe({**emulated, "offload.activations": "recompute"})
     assert train(project)[0] == recomputed
 
@@ -71,8 +69,7 @@ def test_graphs_that_are_larger_than_planned_are_told_of_once(new_project: NewPr
     ready = settle(tokenise(fetch(planned(recipe, hardware, to_run=True), say=silent), say=silent), hardware)
     assert sum(bool(stage.kept_there) for stage in ready.planned.plan.stages) > 1
     told: list[str] = []
-    with run_of(ready, announce=told.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(ready, announce=told.append) as run:
         run.train(lambda report: None)
     (note,) = (text for text in told if "graph" in text)
     assert note.startswith("note: ") and "fuyou bench RECIPE" in note and run.step == 2

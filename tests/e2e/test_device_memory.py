@@ -12,7 +12,7 @@ import torch
 from drawn import every
 
 from fuyou_cli.cli import error_screen
-from fuyou_cli.core.errors import DeviceMemoryError, Interrupted, UsageError
+from fuyou_cli.core.errors import DeviceMemoryError, UsageError
 from fuyou_cli.core.units import gib
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan
@@ -21,7 +21,7 @@ from fuyou_cli.training.state.manifest import TENSORS
 from tests.emulated import EmulatedDevice
 
 from .conftest import NewProject, WholeOf
-from .running import STEPS, interrupt, prepared_run, run_of, sums, train
+from .running import STEPS, interrupt, loaded_run, prepared_run, run_of, stop, sums, train
 
 MiB = 1 << 20
 EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
@@ -116,8 +116,7 @@ def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
     monkeypatch.setattr(EmulatedDevice, "_register", lambda self, address, size: False)
     said: list[str] = []
     prepared = prepared_run(new_project("not", EMULATED))
-    with run_of(prepared, announce=said.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(prepared, announce=said.append) as run:
         run.train(lambda report: None)
         assert run.losses == expected
     size = gib(prepared.planned.plan.arena_size)
@@ -154,8 +153,7 @@ def test_a_run_goes_on_with_other_homes(
     first: dict[str, str], then: dict[str, str], where: dict[str, Any], new_project: NewProject, whole: WholeOf
 ) -> None:
     project = new_project(changes={**first, **where, "train.max_steps": STEPS})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(4, "backward"))
+    stop(project, interrupt(4, "backward"))
     project.write_recipe({**then, **where, "train.max_steps": STEPS})
     losses, store = train(project)
     expected = whole({**HOST, **where})
@@ -179,8 +177,7 @@ def test_a_device_is_filled_and_never_passed(limit: str, clip: float | None, new
     ready = prepared_run(project)
     slow = replace(ready.planned.hardware, h2d=1e6, d2h=1e6, measured="described")
     ready = replace(ready, planned=plan(ready.planned, slow, say=lambda text: None))
-    with run_of(ready) as run:
-        run.load(lambda count: None)
+    with loaded_run(ready) as run:
         run.train(lambda report: None)
         assert isinstance(run.device, EmulatedDevice)
         most = load_recipe(project.recipe).recipe.offload.max_memory.gpu.resolve(total=0, auto=0)

@@ -23,7 +23,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_log import JsonlLog, read_log
 
 from .conftest import HANGS, CommandIn, NewProject, Project, WholeOf, ended
-from .running import STEPS, exported, interrupt, manifest_of, run_of, store_of, train
+from .running import STEPS, exported, interrupt, loaded_run, manifest_of, store_of, train
 
 LONG = {"train.max_steps": 10_000, "export.at_end": False}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
@@ -83,10 +83,8 @@ def test_a_log_on_a_full_disk_saves_the_step_and_is_named(
             os.close(full)
         log.step(report)
 
-    with run_of(project) as run:
-        run.load(lambda count: None)
-        with pytest.raises(OutOfSpaceError, match=r"log\.jsonl: No space left") as ended:
-            run.train(on_step)
+    with loaded_run(project) as run, pytest.raises(OutOfSpaceError, match=r"log\.jsonl: No space left") as ended:
+        run.train(on_step)
     assert "the state after step 4 is saved" in str(ended.value.hint)
     assert not (store_of(project) / "spare").exists()
     losses, _ = train(project)
@@ -252,8 +250,7 @@ def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject, 
 
 def test_asked_to_stop_after_the_last_step_the_run_has_its_report(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         run.train(lambda report: os.kill(os.getpid(), signal.SIGINT) if report.step == STEPS else None)
         assert run.stopping.requested
         assert run.report().steps == STEPS

@@ -22,7 +22,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.manifest import Evaluated
 
 from .conftest import CommandIn, NewProject, Project, WholeOf
-from .running import STEPS, manifest_of, prepared_run, run_of, train
+from .running import STEPS, loaded_run, manifest_of, prepared_run, train
 
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
 TEXTS = [f"held out row {number}: {'the quick brown fox ' * (number % 4)}jumps" for number in range(7)]
@@ -40,8 +40,7 @@ def with_sets(project: Project, changes: dict[str, Any]) -> list[Path]:
 
 def evaluated(project: Project, on_step: Callable[[Any], None] = lambda report: None) -> tuple[list[float], list[EvalReport]]:
     found: list[EvalReport] = []
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         run.train(on_step, found.append)
         return run.losses, found
 

@@ -22,7 +22,7 @@ from fuyou_cli.training.state.store_folders import LOSSES
 from tests.damage import flip
 
 from .conftest import NewProject, Project, WholeOf
-from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
+from .running import STEPS, assert_same_exports, interrupt, loaded_run, manifest_of, prepared_run, run_of, store_of, sums, train
 from .test_stopping import RAM
 
 TRAINED = [name for name in TENSORS if name != "frozen"]  # nothing is frozen in these runs
@@ -149,8 +149,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
     extent = next(getattr(stage, tensor) for stage in saved.stages if stage.params)
     flip(Path(saved.files[0]), extent.offset + extent.size // 2)
     heard: list[str] = []
-    with run_of(stopped, announce=heard.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(stopped, announce=heard.append) as run:
         assert run.step == saved.step - 1
         run.train(lambda report: None)
         losses, store = run.losses, run.store.paths[0].parent
@@ -189,8 +188,7 @@ def test_losses_that_are_gone_hinder_nothing(stopped: Project, whole: WholeOf) -
     expected = whole().losses
     (store_of(stopped) / LOSSES).unlink()
     heard: list[str] = []
-    with run_of(stopped, announce=heard.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(stopped, announce=heard.append) as run:
         run.train(lambda report: None)
         assert run.losses[2:] == expected[2:] and all(loss != loss for loss in run.losses[:2])
     assert any("losses of earlier steps are not known" in said for said in heard)
@@ -202,8 +200,7 @@ def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
     """The flush of one commit fails, once: it is not tried again, for a second one would seem to work."""
     project = new_project(changes={"train.max_steps": STEPS})
     expected = whole().losses
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         flush, flushed = run.store.sync, list[int]()
 
         def fail() -> None:
@@ -224,8 +221,7 @@ def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
 def test_no_update_writes_over_what_the_last_manifest_names(new_project: NewProject) -> None:
     """Holds commits back as long as nobody waits for them."""
     project = new_project(changes={"train.max_steps": STEPS, **UNCLIPPED})
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         daemon, written = run.daemon, list[tuple[int, set[int]]]()
         update = daemon.update
 
@@ -246,8 +242,7 @@ def test_no_update_writes_over_what_the_last_manifest_names(new_project: NewProj
 def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -> None:
     """Writes what rests in RAM in steps that are committed, and in no other; of what rests on the ssd nothing more."""
     project = new_project(changes={**RAM, **UNCLIPPED, "train.max_steps": STEPS, "checkpoint.commit_every_steps": every})
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         before = run.daemon.counters().written_bytes
         run.train(lambda report: None)
         written, predicted = run.daemon.counters().written_bytes - before, run.plan.predicted.written_per_step

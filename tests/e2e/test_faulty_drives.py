@@ -23,7 +23,7 @@ from proof.nursery import Nursery
 
 from fuyou_cli.checkpoint.files import open_checkpoint
 from fuyou_cli.checkpoint.reader import weights_mark
-from fuyou_cli.core.errors import FuyouError, Interrupted, UnreadableError, UsageError
+from fuyou_cli.core.errors import FuyouError, UnreadableError, UsageError
 from fuyou_cli.core.json_files import find_text
 from fuyou_cli.core.paths import scratch_folder
 from fuyou_cli.data.cache import prompt_ids
@@ -38,7 +38,7 @@ from fuyou_cli.training.state.resume import find_saved
 from fuyou_cli.training.state.store_folders import begin_parts, read_part
 
 from .conftest import CommandIn, NewProject, Project, WholeOf
-from .running import STEPS, interrupt, run_of, train
+from .running import STEPS, interrupt, run_of, stop, train
 
 COMMITS = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": 1, "export.at_end": False}
 
@@ -61,8 +61,7 @@ def drive(mounted_drive: FaultyDrive) -> Iterator[FaultyDrive]:
 def stopped_on(drive: FaultyDrive, project: Project) -> None:
     """Has a run stopped in step 3 whose store is on the drive."""
     project.write_recipe({**COMMITS, "offload.dir": str(drive.path / "store")})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
+    stop(project, interrupt(3, "forward"))
 
 
 @pytest.fixture

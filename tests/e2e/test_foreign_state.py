@@ -24,7 +24,7 @@ from fuyou_cli.training.state.manifest import Manifest, StoredStage
 from fuyou_cli.training.state.store_folders import is_written, read_store
 
 from .conftest import NewProject, Project, WholeOf
-from .running import STEPS, manifest_of, run_of, store_of, train
+from .running import STEPS, loaded_run, manifest_of, run_of, store_of, train
 
 
 def _keep_companions(run: Run) -> None:
@@ -92,8 +92,7 @@ def test_a_manifest_names_what_the_run_wrote_alone(stopped: Project) -> None:
     kept.mkdir()
     (kept / "notes.md").write_text("mine")
     (kept / "folder.json").mkdir()
-    with run_of(stopped) as run:
-        run.load(lambda count: None)
+    with loaded_run(stopped) as run:
         _keep_companions(run)
         run.train(lambda report: None)
     now = manifest_of(stopped)

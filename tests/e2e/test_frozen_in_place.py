@@ -17,7 +17,7 @@ from drawn import every
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import FuyouError, Interrupted, ModelFileError, UsageError
+from fuyou_cli.core.errors import FuyouError, ModelFileError, UsageError
 from fuyou_cli.core.units import gb
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import export_store
@@ -28,7 +28,7 @@ from fuyou_cli.training.state.manifest import Manifest
 from tests.damage import flip
 
 from .conftest import NewProject, Project, WholeOf
-from .running import exported, interrupt, manifest_of, planned, prepared_run, run_of, store_of, sums, train
+from .running import exported, interrupt, loaded_run, manifest_of, planned, prepared_run, run_of, stop, store_of, sums, train
 
 STEPS = 3
 FROZEN = {
@@ -69,8 +69,7 @@ def test_a_copy_in_the_store_gives_the_same_bits(frozen: NewProject, tmp_path: P
     assert not any(stage.frozen_extent for stage in plan.stages)
     wanted, store = train(two)
     reports = list[StepReport]()
-    with run_of(ready) as run:
-        run.load(lambda count: None)
+    with loaded_run(ready) as run:
         assert run.daemon.counters().written_bytes == sum(stage.trained_weight_bytes for stage in model.stages)
         before = run.daemon.counters().read_bytes
         run.train(reports.append)
@@ -90,8 +89,7 @@ def test_a_file_that_changes_between_runs_is_named(how: str, frozen: NewProject,
     """Shows that a copy cannot be compared in a run that does not sum what it reads."""
     compares = how in ("cut", "gone")
     project, file = frozen(changes={"offload.verify_reads": compares}), weights_of(model)
-    with pytest.raises(Interrupted):
-        train(project, interrupt(2, "forward"))
+    stop(project, interrupt(2, "forward"))
     status = file.stat()
     if how == "touched":
         os.utime(file, ns=(0, status.st_mtime_ns + 1))
@@ -117,8 +115,7 @@ def test_a_file_that_changes_between_runs_is_named(how: str, frozen: NewProject,
 def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: NewProject, model: Path, whole: WholeOf) -> None:
     """It has another time of change."""
     project, file = frozen("changed"), weights_of(model)
-    with pytest.raises(Interrupted):
-        train(project, interrupt(2, "forward"))
+    stop(project, interrupt(2, "forward"))
     if content == "another":
         put_another_byte(file, manifest_of(project))
     os.utime(file, ns=(0, 7))
@@ -138,8 +135,7 @@ def test_a_file_with_the_weights_of_another_model_is_named(frozen: NewProject, m
     from safetensors.torch import load_file, save_file
 
     project, file = frozen(), weights_of(model)
-    with pytest.raises(Interrupted):
-        train(project, interrupt(2, "forward"))
+    stop(project, interrupt(2, "forward"))
     save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
     with pytest.raises(UsageError, match=f"the weights it began with .* changed since it was saved: '{file}'"):
         train(project)
@@ -337,8 +333,7 @@ def test_it_trains_the_rest_resumes_and_exports_frozen_weights_as_they_came(
     keys = {**changes, "freeze": FREEZE, "train.max_steps": STEPS}
     whole, stopped = new_project("whole", keys), new_project("stopped", keys)
     losses, _ = train(whole)
-    with pytest.raises(Interrupted):
-        train(stopped, interrupt(3, "forward"))
+    stop(stopped, interrupt(3, "forward"))
     assert train(stopped)[0] == losses and len(losses) == STEPS
     ours, again = (exported(store_of(project), project.folder / "model") for project in (whole, stopped))
     began = load_file(whole.materials / "model/model.safetensors")  # float32, and the run computes in bfloat16

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
+from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.state import at_rest as verify
 from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import ROOT, CommandIn, NewProject, Project, WholeOf
-from .running import STEPS, interrupt, manifest_of, run_of, store_of, train
+from .running import STEPS, interrupt, loaded_run, manifest_of, run_of, stop, store_of, train
 from .test_every_step_committed import Died, _dies_at
 
 
@@ -99,8 +99,7 @@ def test_the_weights_it_began_with_are_not_needed_any_more(new_project: NewProje
     own = tmp_path / "own"
     project = new_project("stopped", {"train.max_steps": STEPS, "model.name_or_path": str(own)})
     shutil.copytree(project.materials / "model", own)
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
+    stop(project, interrupt(3, "forward"))
     for path in own.glob("*.safetensors"):
         path.unlink()
     done = project.done("finetune", project.recipe)
@@ -120,10 +119,8 @@ def test_an_error_of_the_store_behind_a_step_is_the_one_that_is_told(new_project
             os.truncate(run.store.paths[0], 0)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with run_of(project) as run:
-        run.load(lambda count: None)
-        with pytest.raises(SwapError, match=r"store\.bin at byte .* No data available"):
-            run.train(break_and_stop)
+    with loaded_run(project) as run, pytest.raises(SwapError, match=r"store\.bin at byte .* No data available"):
+        run.train(break_and_stop)
 
 
 def test_the_states_of_generators_are_there_from_the_first_commit_on(new_project: NewProject) -> None:

@@ -19,7 +19,7 @@ from fuyou_cli.training.state.at_rest import saved_store, verify_store
 from fuyou_cli.training.step_meter import MemoryWatch
 
 from .conftest import NewProject, Project
-from .running import prepared_run, run_of, store_of
+from .running import loaded_run, prepared_run, store_of
 
 STEPS = 2
 
@@ -142,8 +142,7 @@ def test_a_flush_that_does_not_come_back_is_named(new_project: NewProject, monke
     monkeypatch.setattr("fuyou_cli.core.process.FIRST", 0.05)
     changes = {"train.max_steps": 4, "train.clip_grad_norm": None, "offload.defer_updates": 0}
     project, heard = new_project(changes=changes), list[str]()
-    with run_of(project, announce=heard.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(project, announce=heard.append) as run:
         flush, flushed = run.store.sync, list[int]()
 
         def late() -> None:

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import Spread
 from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import NewProject, Project, WholeOf, write_model
-from .running import interrupt, prepared_run, store_of, sums, train
+from .running import interrupt, prepared_run, stop, store_of, sums, train
 from .test_inference import in_memory, streamed
 from .test_quantised_runs import decoded
 
@@ -122,8 +122,7 @@ def test_transformers_misses_no_key_of_an_export(whole: WholeOf, materials: Path
 def test_the_same_bits_after_a_stop(phase: str, mixture: NewProject, whole: WholeOf, materials: Path) -> None:
     undisturbed = whole(usual(materials))
     project = mixture("qwen3_moe-again", {"checkpoint.commit_every_steps": 1})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, phase))
+    stop(project, interrupt(3, phase))
     losses, store = train(project)
     assert losses == undisturbed.losses[-len(losses) :]
     assert [digest for *_, digest in sums(store)] == [digest for *_, digest in sums(undisturbed.store)]
@@ -273,8 +272,7 @@ def test_a_run_goes_on_from_an_adapter_of_experts(mixture: NewProject, tmp_path:
     recipe = ready.planned.recipe
     assert recipe.adapter is not None and recipe.adapter.experts and recipe.adapter.use_rslora
     assert set(recipe.adapter.target_modules) == {"q_proj", "k_proj", "v_proj", "o_proj"} and not recipe.adapter.alpha_pattern
-    with pytest.raises(Interrupted):
-        train(ready, interrupt(1, "forward"))
+    stop(ready, interrupt(1, "forward"))
     (tmp_path / "adapter").rename(tmp_path / "gone")
     store = finetuned(second)
     run_export(store, tmp_path / "again", [], dtype="float32")
@@ -306,8 +304,7 @@ def test_frozen_experts_below_an_adapter_stay_where_they_are(quantize: str, mixt
     assert sum(".experts." in name for name in trained) == 2 * 4 * 3 * 2
     wanted, store = train(ready)
     assert wanted[-1] < wanted[0]
-    with pytest.raises(Interrupted):
-        train(stopped, interrupt(3, "backward"))
+    stop(stopped, interrupt(3, "backward"))
     losses, again = train(stopped)
     assert losses == wanted[-len(losses) :]
     assert sums(again) == sums(store)

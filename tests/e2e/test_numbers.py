@@ -24,7 +24,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.manifest import StoredStage
 
 from .conftest import NewProject, Project, WholeOf
-from .running import STEPS, assert_same_exports, manifest_of, run_of, store_of, train
+from .running import STEPS, assert_same_exports, loaded_run, manifest_of, store_of, train
 from .test_stopping import RAM
 
 SKIP = {"train.max_steps": STEPS, "train.skip_nonfinite": 2}
@@ -40,8 +40,7 @@ def _poisoned(
 ) -> list[float]:
     """The losses of a run whose gradients are NaN in `steps`."""
     announce = [].append if heard is None else heard.append
-    with run_of(project, announce=announce) as run:
-        run.load(lambda count: None)
+    with loaded_run(project, announce=announce) as run:
         look = run.executor.between_micro_batches
 
         def poison() -> None:
@@ -115,8 +114,7 @@ def test_more_in_a_row_than_may_be_skipped_end_the_run(new_project: NewProject) 
 
 def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project(changes=UNCLIPPED)
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         close, block = run.executor.visits.sums.close, _first_block(run)
 
         def poison(stage: int, total: GradientSum | None) -> None:
@@ -154,8 +152,7 @@ def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pyte
 
 def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProject) -> None:
     project, heard = new_project(changes=UNCLIPPED), list[str]()
-    with run_of(project, announce=heard.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(project, announce=heard.append) as run:
         close, block = run.executor.visits.sums.close, _first_block(run)
         bias = block.tensors[1]
 

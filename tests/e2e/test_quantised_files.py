@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fuyou_cli.checkpoint.files import open_checkpoint
 from fuyou_cli.checkpoint.reader import weights_mark
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import with_untouched
 from fuyou_cli.training.state import manifest as manifests
@@ -26,7 +26,7 @@ from fuyou_cli.training.state.manifest import Untouched
 from tests.quantised_checkpoint import fp8, mxfp4, of_fp8
 
 from .conftest import NewProject, Project, write_model
-from .running import interrupt, planned, prepared_run, store_of, train
+from .running import interrupt, planned, prepared_run, stop, store_of, train
 from .test_inference import losses_of, streamed
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -124,8 +124,7 @@ def test_losses_are_those_over_decoded_weights_stopped_or_not(
     changes = {"offload.device": device, "adapter": adapter}
     wanted, _ = train(project_of(decoded, "decoded", changes))
     project = project_of(model, "packed", changes)
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "backward"))
+    stop(project, interrupt(3, "backward"))
     whole, tensors = (model / "model.safetensors").read_bytes(), load_file(model / "model.safetensors")
     scale = next(name for name in tensors if name.endswith(("up_proj.weight_scale_inv", "down_proj_scales")))
     tensors[scale][0] += 1

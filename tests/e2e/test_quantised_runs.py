@@ -14,7 +14,7 @@ import torch
 from drawn import every
 
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.length import loaded
 from fuyou_cli.training.prepare import Ready
 from fuyou_cli.training.report import StepReport
@@ -23,7 +23,7 @@ from tests.swap import quantised_reference as reference
 
 from . import test_adapter_runs as adapter_runs
 from .conftest import NewProject, Project, write_llama
-from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
+from .running import interrupt, loaded_run, manifest_of, prepared_run, stop, store_of, sums, train
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
 
@@ -153,8 +153,7 @@ def test_a_stopped_run_continues_with_the_same_bits(qlora: NewProject) -> None:
     }  # fmt: skip
     whole, stopped = qlora(kind, "whole", changes), qlora(kind, "stopped", changes)
     wanted, store = train(whole)
-    with pytest.raises(Interrupted):
-        train(stopped, interrupt(3, "backward"))
+    stop(stopped, interrupt(3, "backward"))
     losses, again = train(stopped)
     assert losses == wanted
     assert sums(again) == sums(store) and manifest_of(stopped).step == adapter_runs.STEPS
@@ -175,8 +174,7 @@ def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlor
     changes = {"checkpoint.commit_every_steps": 100, "train.clip_grad_norm": None}
     changes["dataset.packing"] = "concat"  # whole rows: others move what they have, a plan what a typical step has
     moved = list[tuple[int, int]]()
-    with run_of(qlora(kind, changes=changes)) as run:
-        run.load(lambda count: None)
+    with loaded_run(qlora(kind, changes=changes)) as run:
         assert run.daemon.counters().written_bytes == loaded(run.plan)
 
         def look(report: StepReport) -> None:

@@ -12,7 +12,7 @@ from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.training.length import loaded
 
 from .conftest import NewProject, WholeOf
-from .running import STEPS, manifest_of, prepared_run, run_of, train
+from .running import STEPS, loaded_run, manifest_of, prepared_run, train
 from .test_stopping import RAM
 
 UNCLIPPED = {"train.clip_grad_norm": None}
@@ -21,8 +21,7 @@ IN_RAM = {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1}
 
 def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: NewProject, whole: WholeOf) -> None:
     project, heard = new_project(changes={"train.max_steps": STEPS, "train.max_time": "1h30m"}), list[str]()
-    with run_of(project, announce=heard.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(project, announce=heard.append) as run:
 
         def nearly_over(report: Any) -> None:
             if report.step == 3:

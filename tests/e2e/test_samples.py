@@ -24,7 +24,7 @@ from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.kept_companions import keep_companions
 
 from .conftest import CommandIn, NewProject, Project, WholeOf
-from .running import STEPS, exported, prepared_run, run_of, silent, train
+from .running import STEPS, exported, loaded_run, prepared_run, run_of, silent, train
 from .test_generate import in_memory, with_settings
 
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
@@ -34,8 +34,7 @@ SAMPLED = {**EXACT, "eval": {"every_steps": 3, "samples": {"prompts": PROMPTS, "
 
 def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
     found: list[Any] = []
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         run.train(lambda report: None, found.append)
         return run.losses, found
 

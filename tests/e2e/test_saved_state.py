@@ -25,7 +25,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.store_folders import PART_FILE
 
 from .conftest import NewProject, Project, WholeOf
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
+from .running import STEPS, exported, interrupt, loaded_run, manifest_of, prepared_run, run_of, stop, store_of, train
 
 
 def _striped(folder: Path, *names: str) -> dict[str, Any]:
@@ -38,8 +38,7 @@ def striped(made_once: Callable[..., Path], materials: Path) -> Project:
 
     def make(project: Project) -> None:
         project.write_recipe(_striped(project.folder, "a", "b"))
-        with pytest.raises(Interrupted):
-            train(project, interrupt(3, "forward"))
+        stop(project, interrupt(3, "forward"))
 
     return Project(folder=made_once("striped", make), materials=materials)
 
@@ -167,8 +166,7 @@ def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Pro
     """The first time is announced and waits; the second gives up what is being saved, not what was saved before."""
     heard: list[str] = []
     prepared = prepared_run(stopped)
-    with run_of(prepared, announce=heard.append) as run:
-        run.load(lambda count: None)
+    with loaded_run(prepared, announce=heard.append) as run:
         save, last = run.saver.save, 3 if asked_before else STEPS
 
         def pressed() -> None:
@@ -204,8 +202,7 @@ def _stop_in(run: Run, step: int) -> None:
 
 def test_a_gradient_that_is_not_finite_saves_the_step_before(new_project: NewProject, whole: WholeOf, tmp_path: Path) -> None:
     project = new_project("poisoned", {"train.max_steps": STEPS})
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         sums = run.executor.visits.sums
 
         def poison() -> None:
@@ -336,8 +333,7 @@ def test_a_model_s_own_code_that_changed_is_refused(new_project: NewProject, mat
     (folder / "modeling_own.py").write_text(CODE)
     changes = {"train.max_steps": 4, "model.name_or_path": str(folder), "model.trust_remote_code": True}
     project = new_project(changes=changes)
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
+    stop(project, interrupt(3, "forward"))
     (folder / "modeling_own.py").write_text(CODE + "# changed\n")
     with pytest.raises(UsageError, match=r"the model's own code \(\*\.py in model\.name_or_path\) changed since"):
         train(project)
@@ -348,8 +344,7 @@ def test_a_model_s_own_code_that_changed_is_refused(new_project: NewProject, mat
 def _rates(project: Project, upto: int = STEPS) -> list[float]:
     """The rates of the steps that a run of the project does, in which Ctrl-C stops it after step `upto`."""
     rates: list[float] = []
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
 
         def on_step(report: StepReport) -> None:
             rates.append(report.lr)

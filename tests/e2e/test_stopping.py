@@ -23,7 +23,19 @@ from fuyou_cli.training.state.resume import check_unchanged_run
 from fuyou_cli.training.state.store_folders import STORE_FILE
 
 from .conftest import ROWS, NewProject, Project, WholeOf
-from .running import STEPS, assert_same_exports, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
+from .running import (
+    STEPS,
+    assert_same_exports,
+    exported,
+    interrupt,
+    loaded_run,
+    manifest_of,
+    prepared_run,
+    run_of,
+    stop,
+    store_of,
+    train,
+)
 
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
 PLACES: dict[str, dict[str, Any]] = {
@@ -82,8 +94,7 @@ def test_stopped_in_a_cut_head(place: str, new_project: NewProject, whole: Whole
     expected = whole(_changes(tmp_path, place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
     for step, phase in ((2, "logits"), (3, "head")):
-        with pytest.raises(Interrupted):
-            train(broken, interrupt(step, phase))
+        stop(broken, interrupt(step, phase))
         assert manifest_of(broken).step == step - 1
     losses, resumed = train(broken)
     assert losses == expected.losses
@@ -221,8 +232,7 @@ def test_updates_may_be_deferred_or_not_after_a_stop(new_project: NewProject, tm
     unclipped = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
     project = new_project("deferred", {**unclipped, "offload.defer_updates": 0})
     for step, share in ((2, 1), (4, 0), (5, 1)):
-        with pytest.raises(Interrupted):
-            train(project, interrupt(step, "forward"))
+        stop(project, interrupt(step, "forward"))
         project.write_recipe({**unclipped, "offload.defer_updates": share})
     losses, resumed = train(project)
     expected = whole(unclipped)
@@ -270,8 +280,7 @@ def test_a_float32_checkpoint_survives_to_the_bit(rows: int, compute: str, new_p
     cut vocabulary."""
     numerics = {"train.head_chunk_vocab": rows, "precision.compute": compute}
     project = new_project(changes={"train.max_steps": STEPS, **numerics})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(1, "forward"))
+    stop(project, interrupt(1, "forward"))
     weights = exported(store_of(project), tmp_path / "export")
     original = load_file(project.materials / "model" / "model.safetensors")
     assert weights.keys() == original.keys()
@@ -284,8 +293,7 @@ def test_the_export_computes_what_the_store_holds(new_project: NewProject, tmp_p
 
     project = new_project(changes={"train.max_steps": 3, "precision.compute": "float32"})
     prepared = prepared_run(project)
-    with run_of(prepared) as run:
-        run.load(lambda count: None)
+    with loaded_run(prepared) as run:
         run.train(lambda report: None)
         weights: dict[str, torch.Tensor] = {}
         records = run.executor.visits.residency.records
@@ -356,8 +364,8 @@ def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: NewP
             assert all(path.exists() for path in paths)
             raise KeyboardInterrupt
         assert [path.exists() for path in paths] == [number < there for number in range(2)]
-    with run_of(prepared) as run:
-        run.load(lambda count: None)
+    with loaded_run(prepared):
+        pass
     assert all(path.exists() for path in paths)
 
 

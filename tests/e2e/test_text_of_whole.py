@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.batches import collate
 from fuyou_cli.engine.anatomy import as_marked, dissect, frozen
 from fuyou_cli.engine.skeleton import build, load_config
@@ -26,7 +26,7 @@ from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.state.at_rest import saved_store
 
 from .conftest import NewProject, copy_tokenizer
-from .running import interrupt, planned, prepared_run, run_of, train
+from .running import interrupt, loaded_run, planned, prepared_run, stop, train
 from .test_inference import in_memory, streamed
 
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
@@ -79,8 +79,7 @@ def test_buffers_are_the_checkpoints(new_project: NewProject, materials: Path, t
     ready = prepared_run(project)
     batch = collate(ready.rows, ready.sampler.batch(0), pad_id=ready.rows.summary.pad_id, max_len=24)
     ids, labels = batch.tensors()
-    with pytest.raises(Interrupted):
-        train(project, interrupt(2, "forward"))
+    stop(project, interrupt(2, "forward"))
     losses, store = train(project)
     begun = transformers.AutoModelForImageTextToText.from_pretrained(own, dtype=torch.float32)
     assert losses[0] == pytest.approx(begun(input_ids=ids, labels=labels).loss.item(), rel=1e-6)
@@ -173,8 +172,7 @@ def test_a_tower_that_changes_under_a_run_is_not_copied(new_project: NewProject,
             elif len(reports) == 2:
                 own.rename(own.with_name("gone"))
 
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         run.train(lambda report: None, heard)
     good, changed, gone = reports
     assert not good.problem and kept_step(project.out / "best") == good.step

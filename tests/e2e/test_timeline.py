@@ -18,7 +18,7 @@ from fuyou_cli.training.report import Busy, StepReport, phases
 from fuyou_cli.training.run import Run
 
 from .conftest import NewProject, Project
-from .running import STEPS, run_of
+from .running import STEPS, loaded_run
 
 MICRO_BATCHES = 2  # of the recipe's step
 
@@ -32,8 +32,7 @@ def _read(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
 
 def _reported(project: Project, trace: Trace | None = None) -> tuple[Run, list[StepReport]]:
     reports: list[StepReport] = []
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         if trace is not None:
             run.trace(trace)
         run.train(reports.append)
@@ -130,8 +129,7 @@ def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
 def test_what_saving_writes_is_no_part_of_a_step(new_project: NewProject) -> None:
     in_ram = dict.fromkeys(("offload.weights", "offload.optimizer_states", "offload.gradients", "offload.boundaries"), "cpu")
     project = new_project(changes={"train.max_steps": STEPS, "checkpoint.commit_every_steps": None, **in_ram})
-    with run_of(project) as run:
-        run.load(lambda count: None)
+    with loaded_run(project) as run:
         loaded = run.daemon.counters()
         run.train(lambda report: None)
         trained = run.daemon.counters()
