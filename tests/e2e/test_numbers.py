@@ -15,6 +15,7 @@ from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError
 from fuyou_cli.engine import executor as executors
 from fuyou_cli.engine.gradients import GradientSum
+from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import StageSpec
 from fuyou_cli.training.report import StepReport
@@ -115,14 +116,14 @@ def test_more_in_a_row_than_may_be_skipped_end_the_run(new_project: NewProject) 
 def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject, whole: WholeOf) -> None:
     project = new_project(changes=UNCLIPPED)
     with loaded_run(project) as run:
-        close, block = run.executor.visits.sums.close, _first_block(run)
+        end, block = run.executor.visits.sums.end, _first_block(run)
 
-        def poison(stage: int, total: GradientSum | None) -> None:
+        def poison(visit: Visit, stage: int, total: GradientSum | None) -> None:
             if run.step == 3 and total is not None and stage == block.index:
                 total.flat.fill_(float("nan"))
-            close(stage, total)
+            end(visit, stage, total)
 
-        run.executor.visits.sums.close = poison
+        run.executor.visits.sums.end = poison
         with pytest.raises(NumericsError, match=r"step 4: \d+ gradients of transformer\.h\.0") as ended:
             run.train(lambda report: None)
     assert ended.value.changed and manifest_of(project).step == 3
@@ -153,14 +154,14 @@ def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pyte
 def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProject) -> None:
     project, heard = new_project(changes=UNCLIPPED), list[str]()
     with loaded_run(project, announce=heard.append) as run:
-        close, block = run.executor.visits.sums.close, _first_block(run)
+        end, block = run.executor.visits.sums.end, _first_block(run)
         bias = block.tensors[1]
 
-        def forget(stage: int, total: GradientSum | None) -> None:
+        def forget(visit: Visit, stage: int, total: GradientSum | None) -> None:
             if total is not None and stage == block.index:
                 total.flat[bias.offset : bias.offset + bias.numel] = 0
-            close(stage, total)
+            end(visit, stage, total)
 
-        run.executor.visits.sums.close = forget
+        run.executor.visits.sums.end = forget
         run.train(lambda report: None)
     assert heard == [f"note: {bias.name} got no gradient in 3 steps, so they are not trained"]
