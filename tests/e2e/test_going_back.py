@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.state import at_rest as verify
 from fuyou_cli.training.state import manifest as manifests
 
-from .conftest import ROOT, CommandIn, NewProject, Project, WholeOf
+from .conftest import CommandIn, NewProject, Project, WholeOf, ended
 from .running import STEPS, interrupt, loaded_run, manifest_of, run_of, stop, store_of, train
 from .test_every_step_committed import Died, _dies_at
 
@@ -133,7 +131,7 @@ def test_the_states_of_generators_are_there_from_the_first_commit_on(new_project
     assert found[0] and found[0] == found[1]
 
 
-def test_who_insists_leaves_at_once() -> None:
+def test_who_insists_leaves_at_once(new_project: NewProject) -> None:
     program = (
         "import os, signal\n"
         "from fuyou_cli.training.run import StopRequests\n"
@@ -145,8 +143,7 @@ def test_who_insists_leaves_at_once() -> None:
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('never said')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 130
+    done = ended(new_project().begin(first=program))
+    assert done.returncode == 130, done
     assert "a second Ctrl-C ends the process at once" in done.stdout
     assert "still here" in done.stdout and "never said" not in done.stdout
