@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from ..core.errors import NumericsError, RecomputeError
+from ..core.errors import NumericsError, RecomputeError, UsageError
+from ..spec.plan import Plan
 from .anatomy import Anatomy
 from .link import Link, made_by
 from .passes import BlockPasses
@@ -40,11 +41,23 @@ class AmongRanks:
         assert not visits.plan.batch_on_device, "whole batches cross host memory between ranks"
         assert (visits.model.rank, max(visits.model.owners)) == (ranks.rank, ranks.size - 1), (ranks.rank, ranks.size)
         self.ranks, self.model = ranks, visits.model
+        self._agree(visits.plan)
         self.made = made_by(anatomy, self.model)
         self.link = visits.link = Link(
             ranks, self.model, self.made, lend=visits.crossings.batches.lend, wait_until=visits.residency.wait_until
         )
         self._refused: tuple[int, Refusal] | None = None  # the first of this step, and its stage
+
+    def _agree(self, plan: Plan) -> None:
+        """Raises UsageError if ranks would send each other other messages, or compute other numbers, than they expect."""
+        asked = {name: getattr(plan, name) for name in ("sweeps", "norm_first", "clip_grad_norm")}
+        asked |= {"numerics": repr(plan.numerics), "owners": list(self.model.owners)}
+        first, *others = self.ranks.gather(asked)
+        for rank, other in enumerate(others, start=1):
+            for name, value in first.items():
+                if other[name] != value:
+                    what = f"{name} is {value} on rank 0 and {other[name]} on rank {rank}"
+                    raise UsageError(f"the ranks planned unlike steps: {what}", hint="let one rank choose it for all")
 
     # ---- calls of stages -----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The same steps by one process and by several ranks of torch.distributed (gloo), and what may differ between them: nothing.
 
-    with Workers(3) as workers:
-        compare(CASES["llama"], workers, ranks=2)
+    workers = Workers(3)
+    compare(CASES["llama"], workers, ranks=2)
 
 Workers are spawned once, as each loads torch and transformers, and take one case after the other. Also a module of
 `scripts/prove_ranks.py`, which runs every family.
@@ -12,27 +12,29 @@ from __future__ import annotations
 import hashlib
 import math
 import multiprocessing
+import os
 import random
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.engine.forward_only import ForwardOnly
+from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.planner.ring import deal, groups, link_bytes
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MicroBatch
 
 from . import families
+from .measuring import peak_of_a_step
 from .rig import Rectangle, Rig, Shape, Subject
 
 STEPS, BLOCKS = 3, 4
@@ -81,13 +83,19 @@ class Case:
     evaluates: bool = False
     breaks: bool = False  # a weight of the second block is NaN
     skips: bool = False
+    leaves: int | None = None  # the rank that ends in the second step
+    unlike: Mapping[str, Any] = field(default_factory=dict)  # of `way`, on rank 1
+    freeze: tuple[str, ...] = ()
+    measures: bool = False  # what a step has alive
     blocks: int = BLOCKS
     steps: int = STEPS
 
     def subject(self) -> Subject:
         shape = Shape(**{"batch": 8, "micro": 2, **self.shape})
         adapter = AdapterSection(r=4) if self.adapter else None
-        subject = Subject(deeper(_named(self.family), self.blocks), shape, adapter=adapter, apart=bool(self.documents))
+        subject = Subject(
+            deeper(_named(self.family), self.blocks), shape, freeze=self.freeze, adapter=adapter, apart=bool(self.documents)
+        )
         if self.breaks:
             name = next(name for name in subject.initial if ".1." in name and name.endswith("weight"))
             subject.initial[name].view(-1)[0] = torch.nan
@@ -107,21 +115,26 @@ class Seen:
     sent: int = 0  # other bytes to ranks
     evaluated: list[float] = field(default_factory=list)
     stalls: tuple[str, ...] = ()
+    alive: tuple[int, int] = (0, 0)  # most bytes beside the arena in one step more, and what the plan charges
     error: str = ""
 
 
 def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = ()) -> Seen:
     """Takes the case's steps here. `ranks`: None for one process."""
-    subject = case.subject()
+    subject, way = case.subject(), case.way
+    if ranks is not None and ranks.rank == 1:
+        way = {**way, **case.unlike}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Rig(subject, Path(folder), ranks=ranks, owners=owners, **case.way) as rig,
+        Rig(subject, Path(folder), ranks=ranks, owners=owners, **way) as rig,
     ):
         rig.executor.may_skip = case.skips
         sent = 0 if ranks is None else ranks.sent
         error, evaluated = "", list[float]()
         try:
             for number, (ids, labels) in enumerate(subject.batches(case.steps), start=1):
+                if number == 2 and ranks is not None and case.leaves == ranks.rank:
+                    rig.executor.between_micro_batches = lambda: os._exit(1)
                 rig.outcomes.append(_step(case, rig, number, ids, labels))
         except FuyouError as found:
             error = f"{type(found).__name__}: {found.message}"
@@ -135,6 +148,10 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = ()) -> Seen:
                 evaluated = forward.losses(Rectangle(ids, labels), last=True).sum(-1).tolist()
         stalls = tuple(rig.executor.visits.residency.stalls)
         computed = case.shape.get("batch", 8) * subject.shape.tokens if not case.widths else sum(2 * w for w in case.widths)
+        alive = (0, 0)
+        if case.measures:
+            charged = compute_memory(rig.spec, rig.request)
+            alive = peak_of_a_step(rig), charged.whole_batch + charged.stage
         planned = link_bytes(rig.spec, rig.executor.visits.schedule, computed, rig.plan.sweeps)
         return Seen(
             numbers=[(one.loss, one.grad_norm, one.skipped, one.sent, one.aux_loss, one.label_tokens) for one in rig.outcomes],
@@ -146,6 +163,7 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = ()) -> Seen:
             sent=0 if ranks is None else ranks.sent - sent,
             evaluated=evaluated,
             stalls=stalls,
+            alive=alive,
             error=error,
         )
 
@@ -207,6 +225,8 @@ def work(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
             if count not in joined:
                 joined[count] = Ranks(worlds[count])
             results.put((rank, run(case, joined[count], owners_of(case, case.subject().spec, count))))
+        except UsageError as error:
+            results.put((rank, Seen(numbers=[], states={}, moved=(0, 0), error=f"UsageError: {error.message}")))
         except BaseException:
             results.put((rank, traceback.format_exc()))
 
@@ -226,15 +246,13 @@ class Workers:
         for process in self.processes:
             process.start()
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def stop(self) -> None:
         for jobs in self._jobs:
             jobs.put(None)
         for process in self.processes:
-            process.join(5)
+            process.join(2)
             process.kill()
+            process.join()
         self._folder.cleanup()
 
     def start(self, case: Case, ranks: int) -> None:
@@ -242,7 +260,7 @@ class Workers:
             jobs.put((case, ranks))
 
     def seen(self, ranks: int) -> list[Seen]:
-        """Returns what each rank saw of the case that was started."""
+        """Returns what each rank saw of the case that was started: the first so many."""
         found: dict[int, Any] = {}
         while len(found) < ranks:
             rank, seen = self._results.get(timeout=240)

@@ -5,6 +5,7 @@ Costs about a minute of two cores."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ CASES: dict[str, Case] = {
     "a cut head": Case(family="llama", shape={"vocabulary": 40, "chunk": 5}),
     "a tied and cut head": Case(family="tied llama", shape={"vocabulary": 40}, way={"norm_first": True}),
     "projections": Case(family="opt, projected"),
+    "frozen below": Case(family="llama", freeze=("model.embed_tokens", "model.layers.[0-1]")),
     "LoRA": Case(family="llama", shape=BFLOAT16, adapter=True),
     "int8 states": Case(family="qwen3", shape={"states": "int8"}),
     "Lion": Case(family="qwen3", shape={"rule": "lion"}),
@@ -47,16 +49,17 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    with Workers(3) as found:
-        yield found
+    found = Workers(3)
+    yield found
+    found.stop()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(2, FAMILIES))
 def test_families_on_two_ranks(family: str, workers: Workers) -> None:
     compare(in_dtype(Case(family=family), "bfloat16"), workers, 2)
 
 
-@pytest.mark.parametrize("family", every(3, FAMILIES))
+@pytest.mark.parametrize("family", every(4, FAMILIES))
 def test_families_on_three_ranks(family: str, workers: Workers) -> None:
     compare(Case(family=family, owners=len(family)), workers, 3)
 
@@ -85,3 +88,28 @@ def test_all_ranks_refuse_what_one_does(skips: bool, workers: Workers) -> None:
     """A weight that is NaN is in everybody's numbers at once; with clipping nothing was updated by then."""
     alone, _ = compare(Case(family="llama", breaks=True, skips=skips), workers, 2)
     assert alone.error.startswith("NumericsError: step 1: the loss") or (skips and alone.numbers[0][2])
+
+
+def test_unlike_plans_are_refused(workers: Workers) -> None:
+    workers.start(Case(family="llama", unlike={"norm_first": True}), 2)
+    for seen in workers.seen(2):
+        assert seen.error == "UsageError: the ranks planned unlike steps: norm_first is False on rank 0 and True on rank 1"
+
+
+LARGE: dict[str, Any] = {"batch": 24, "micro": 1, "tokens": 64}  # a boundary of the whole batch is much more than a stage's own
+
+
+def test_a_step_stays_within_what_is_charged(workers: Workers) -> None:
+    """A rank holds what it receives for the next visit, and two boundaries that leave, beside those of its visit."""
+    alone, among = compare(Case(family="llama", shape=LARGE, way={"home": "cpu"}, measures=True), workers, 2)
+    for seen in among:
+        (peak, charged), boundary = seen.alive, 24 * 64 * 32 * 4
+        assert alone.alive[0] < peak <= alone.alive[0] + 3 * boundary
+        assert peak <= charged == alone.alive[1] + 3 * boundary
+
+
+def test_a_rank_that_ends_is_named(workers: Workers) -> None:
+    """The last test here, because it takes a worker."""
+    workers.start(Case(family="llama", leaves=2), 3)
+    for seen in workers.seen(2):
+        assert seen.error.startswith(f"PeerLost: rank 2 on {socket.gethostname()} was lost (")
