@@ -185,11 +185,11 @@ def outside_arena(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     }
 
 
-def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> dict[str, int]:
+def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, spans: Layout) -> dict[str, int]:
     """Returns, by phase, the most anonymous and kernel bytes that the process takes."""
-    largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
-    load = hardware.process_bytes + BASE_SLACK + _loaded(placed.stages) + 2 * largest_slot + 64 * MiB
-    train = placed.arena_size + sum(outside_arena(model, hardware, request, placed.arena_size).values())
+    largest_slot = max((slots.weight_size for slots in spans.slot_classes), default=0)
+    load = hardware.process_bytes + BASE_SLACK + _loaded(spans.stages) + 2 * largest_slot + 64 * MiB
+    train = spans.arena_size + sum(outside_arena(model, hardware, request, spans.arena_size).values())
     return {"load": load, "train": train, "export": train}
 
 
@@ -420,10 +420,10 @@ def stages_on_device(model: ModelSpec, request: PlanRequest) -> set[int]:
 
 
 def memory_lines(
-    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout, device: DeviceMemory
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, spans: Layout, device: DeviceMemory
 ) -> tuple[MemoryLine, ...]:
     """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
-    stages, often = placed.stages, 2  # extents of what is updated
+    stages, often = spans.stages, 2  # extents of what is updated
     weights, states = model.stored_weight_bytes, model.stored_state_bytes
     frozen = sum(stage.frozen_weight_bytes for stage in model.stages)
     imported = sum(stage.imported_bytes for stage in model.stages)
@@ -434,11 +434,11 @@ def memory_lines(
     updates = _gradients_policy(model, request)
     kept, in_turns = _total(stage.boundary_ram for stage in stages), sum(map(_in_turns, stages))
     written = _total(stage.boundary_extent for stage in stages)
-    in_ram, on_ssd = _boundaries_policies(model, placed, in_turns)
-    crossing = (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots))
-    beside = outside_arena(model, hardware, request, placed.arena_size)
-    weight_slots = _total(span for slots in placed.slot_classes for span in slots.weight_slots)
-    gradient_slots = _total(span for slots in placed.slot_classes for span in slots.gradient_slots)
+    in_ram, on_ssd = _boundaries_policies(model, spans, in_turns)
+    crossing = (*spans.upload_slots, *(() if request.batch_on_device else spans.batch_slots))
+    beside = outside_arena(model, hardware, request, spans.arena_size)
+    weight_slots = _total(span for slots in spans.slot_classes for span in slots.weight_slots)
+    gradient_slots = _total(span for slots in spans.slot_classes for span in slots.gradient_slots)
     lines: tuple[tuple[str, Tier, int, int, str], ...] = (  # what, tier, bytes, bytes of all of it anywhere (0: only here), why
         ("weights", "cpu", weights_in_ram + weight_slots, weights, "home and slots"),
         ("weights", "ssd", often * (weights - frozen) + imported, weights, "two extents" + once),
@@ -446,16 +446,16 @@ def memory_lines(
         ("optimizer states", "ssd", often * states, states, "two extents"),
         ("gradients", "cpu", gradient_slots + _total(stage.gradients_ram for stage in stages), gradients, updates),
         ("gradients", "ssd", _total(stage.gradients_extent for stage in stages), gradients, updates),
-        ("boundaries", "cpu", kept - in_turns + _total(placed.boundary_slots), kept + written, in_ram),
+        ("boundaries", "cpu", kept - in_turns + _total(spans.boundary_slots), kept + written, in_ram),
         ("boundaries", "ssd", written, kept + written, on_ssd),
-        ("decoded weights", "cpu", _total((placed.decoded,)), 0, "of the block that computes"),
-        ("staging", "cpu", _total(placed.staging_slots), 0, "commits of what rests on the GPU"),
+        ("decoded weights", "cpu", _total((spans.decoded,)), 0, "of the block that computes"),
+        ("staging", "cpu", _total(spans.staging_slots), 0, "commits of what rests on the GPU"),
         ("crossing", "cpu", _total(crossing), 0, "the batch between stages, to and from the device"),
         ("compute", "cpu", beside["compute"], 0, "activations of one micro-batch"),
         ("chosen experts", "cpu", beside["chosen experts"], 0, _CHOSEN),
         ("free pages", "cpu", beside["free pages"], 0, "of the heap, from one block to the next"),
         ("compiled products", "cpu", beside["compiled products"], 0, "of libraries, for micro-batches of other widths"),
-        ("update chunks", "cpu", placed.io.scratch.size, 0, "read, update, write"),
+        ("update chunks", "cpu", spans.io.scratch.size, 0, "read, update, write"),
         ("process", "cpu", beside["process"], 0, "Python, torch, threads"),
         ("weights", "gpu", device.homes + device.turns, weights, "on the GPU home and two turns"),
         ("decoded weights", "gpu", device.decoded, 0, "of the block that computes"),
@@ -488,11 +488,11 @@ def _in_turns(stage: StagePlan) -> int:
     return min(stage.boundary_ram.size, stage.gradients_ram.size)
 
 
-def _boundaries_policies(model: ModelSpec, placed: Layout, in_turns: int) -> tuple[str, str]:
+def _boundaries_policies(model: ModelSpec, spans: Layout, in_turns: int) -> tuple[str, str]:
     """Returns what is beside boundaries in RAM and on the ssd. `in_turns`: bytes that lie where gradients will."""
-    swapped = any(stage.kept for stage in placed.stages)
+    swapped = any(stage.kept for stage in spans.stages)
     policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
-    graphs = [stage.kept_there for stage in placed.stages if model.stages[stage.stage].operators]
+    graphs = [stage.kept_there for stage in spans.stages if model.stages[stage.stage].operators]
     if model.compiled and graphs and all(graphs):
         policies = ("beside kept graphs", "beside kept graphs")
     return (f"{policies[0]}, {gib(in_turns)} more in the place of gradients",) * 2 if in_turns else policies

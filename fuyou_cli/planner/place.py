@@ -46,7 +46,7 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
 
 def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> Plan | None:
     """Returns the plan of this candidate, or None if it does not fit."""
-    placed = Placing(model, hardware, asked_with(request, candidate)).placed(candidate)
+    placed = Placing(model, hardware, asked_with(request, candidate)).plan_of(candidate)
     return placed.plan if placed is not None else None
 
 
@@ -61,7 +61,7 @@ def asked_with(request: PlanRequest, candidate: Candidate) -> PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Placed:
+class PlacedPlan:
     """A plan, and what the closed form says about its step. Times are in seconds."""
 
     plan: Plan
@@ -83,13 +83,13 @@ class Placing:
         self._outputs = outputs_of(model, request)
         self._movable = [output for output in self._outputs if not output.operator.stays]
         self._starts: dict[tuple[object, ...], _FillStart | None] = {}
-        self._placed: dict[tuple[object, ...], Placed] = {}
-        self._filled: dict[tuple[_FillStart, float, float, float], Placed] = {}
+        self._placed: dict[tuple[object, ...], PlacedPlan] = {}
+        self._filled: dict[tuple[_FillStart, float, float, float], PlacedPlan] = {}
         self._chosen: dict[tuple[bool, float], PlanRequest] = {}  # by `defer` and the share of `there`
         # By the shares of `swap` and `kept_there`, and by the stages on the device.
         self._kept: dict[tuple[object, ...], tuple[Kept, Kept]] = {}
 
-    def placed(self, candidate: Candidate) -> Placed | None:
+    def plan_of(self, candidate: Candidate) -> PlacedPlan | None:
         """Returns the plan of this candidate, or None if it does not fit."""
         asked = self._request_with(candidate)
         pipeline = (candidate.lookahead, candidate.gradient_slots, asked.defers)
@@ -117,7 +117,7 @@ class Placing:
 
     def _place_from(
         self, asked: PlanRequest, candidate: Candidate, start: _FillStart, pipeline: tuple[int, int, bool]
-    ) -> Placed:
+    ) -> PlacedPlan:
         filling = self._fill(asked, candidate, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:
@@ -126,7 +126,7 @@ class Placing:
             self._placed[key] = self._placed[same] = self._placed.get(same) or self._make_plan(asked, spans, candidate)
         return self._placed[key]
 
-    def _make_plan(self, asked: PlanRequest, spans: Layout, candidate: Candidate) -> Placed:
+    def _make_plan(self, asked: PlanRequest, spans: Layout, candidate: Candidate) -> PlacedPlan:
         at_most_one = asked.commit_every in (None, 1)  # at most one step between two commits
         plain = asked if at_most_one else replace(asked, commit_every=None)
         schedule = expand(
@@ -143,11 +143,11 @@ class Placing:
         plan = _plan_of(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
         return self._with_bounds(plan, schedule) if at_most_one else self._with_apart_commits(asked, plan, schedule)
 
-    def _with_bounds(self, plan: Plan, schedule: Schedule) -> Placed:
+    def _with_bounds(self, plan: Plan, schedule: Schedule) -> PlacedPlan:
         bound, estimate = lower_bound(self.costs, schedule, plan), phase_estimate(self.costs, schedule, plan)
-        return Placed(plan=plan, schedule=schedule, bound=bound, estimate=estimate, commits=0.0)
+        return PlacedPlan(plan=plan, schedule=schedule, bound=bound, estimate=estimate, commits=0.0)
 
-    def _with_apart_commits(self, asked: PlanRequest, plain: Plan, schedule: Schedule) -> Placed:
+    def _with_apart_commits(self, asked: PlanRequest, plain: Plan, schedule: Schedule) -> PlacedPlan:
         """Returns the same plan with commits added."""
         estimate = phase_estimate(self.costs, schedule, plain)
         guess, commit = guessed_interval(self.costs, plain, step=estimate)
@@ -158,7 +158,7 @@ class Placing:
         if every == 1:
             return self._with_bounds(plan, committing)
         bound, each = lower_bound(self.costs, schedule, plain), commit / every
-        return Placed(plan=plan, schedule=schedule, bound=bound + each, estimate=estimate + each, commits=each)
+        return PlacedPlan(plan=plan, schedule=schedule, bound=bound + each, estimate=estimate + each, commits=each)
 
     def _lay_out(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> tuple[Layout, dict[str, int]]:
         """Returns the spans, and the peaks of RAM by phase."""
@@ -267,47 +267,47 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest)
     )
 
 
-def _plan_of(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int) -> Plan:
+def _plan_of(costs: Costs, request: PlanRequest, spans: Layout, schedule: Schedule, *, lookahead: int) -> Plan:
     """Builds the plan of these spans, with the closed form's figures for one step."""
-    device = device_memory(costs.model, request, placed.stages)
+    device = device_memory(costs.model, request, spans.stages)
     return Plan(
         version=PLAN_VERSION,
         model=request.model_name,
         device=request.device,
         numerics=request.numerics,
         clip_grad_norm=request.clip_grad_norm,
-        stages=placed.stages,
-        slot_classes=placed.slot_classes,
-        boundary_slots=placed.boundary_slots,
-        upload_slots=placed.upload_slots,
-        batch_slots=placed.batch_slots,
-        staging_slots=placed.staging_slots,
-        decoded=placed.decoded,
+        stages=spans.stages,
+        slot_classes=spans.slot_classes,
+        boundary_slots=spans.boundary_slots,
+        upload_slots=spans.upload_slots,
+        batch_slots=spans.batch_slots,
+        staging_slots=spans.staging_slots,
+        decoded=spans.decoded,
         batch_on_device=bool(request.batch_on_device),
         sweeps=request.sweeps or 1,
         free_pages=request.free_pages,
         norm_first=bool(request.norm_first),
         lookahead=lookahead,
-        io=placed.io,
-        arena_size=placed.arena_size,
-        store_size=placed.store_size,
+        io=spans.io,
+        arena_size=spans.arena_size,
+        store_size=spans.store_size,
         cpu_budget=request.cpu_budget,
         commit_every=request.asked_interval,
-        memory=memory_lines(costs.model, costs.hardware, request, placed, device),
-        predicted=_predict(costs, request, placed, schedule, device),
+        memory=memory_lines(costs.model, costs.hardware, request, spans, device),
+        predicted=_predict(costs, request, spans, schedule, device),
         sustained=request.sustained,
         typical=request.typical,
     )
 
 
-def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, device: DeviceMemory) -> Predicted:
+def _predict(costs: Costs, request: PlanRequest, spans: Layout, schedule: Schedule, device: DeviceMemory) -> Predicted:
     model, numerics = costs.model, request.numerics
-    seconds = busy_seconds(costs, schedule, stages=placed.stages, device=request.device)
+    seconds = busy_seconds(costs, schedule, stages=spans.stages, device=request.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
-        cpu_peaks=host_peaks(model, costs.hardware, request, placed),
+        cpu_peaks=host_peaks(model, costs.hardware, request, spans),
         gpu_peak=device.total,
-        ssd_bytes=placed.store_size,
+        ssd_bytes=spans.store_size,
         export_bytes=request.export_item * (model.trained_parameters if request.exports_trained else model.parameters),
         read_per_step=schedule.traffic.read_total,
         written_per_step=schedule.traffic.written_total,

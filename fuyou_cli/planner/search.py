@@ -28,7 +28,7 @@ from ..spec.plan import Plan
 from .candidate import NONE_KEPT, Candidate, Family, family, may_measure_first, sweep_counts
 from .commit_interval import timed_plan
 from .costs import Costs
-from .place import Placed, Placing, asked_with, too_small
+from .place import PlacedPlan, Placing, asked_with, too_small
 from .plan_request import PlanRequest
 from .simulate import STEPS, Timeline, simulate
 
@@ -133,9 +133,9 @@ class _Search:
         self._is_bounded = True  # not while nothing was found that fits
         self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
         self._placings: dict[tuple[int, bool, bool], Placing] = {}  # by sweeps, `norm_first` and `free_pages`
-        self._candidates: dict[Candidate, Placed | None] = {}
-        self._plans: set[Placed] = set()
-        self._simulated: dict[Placed, Alternative] = {}
+        self._candidates: dict[Candidate, PlacedPlan | None] = {}
+        self._plans: set[PlacedPlan] = set()
+        self._simulated: dict[PlacedPlan, Alternative] = {}
         self._longer: dict[tuple[int, int], list[float]] = {}  # pipeline -> ratios of simulated steps to estimates
         self._floor = max(1, int(LEAST_WRITTEN * sum(stage.weight_bytes + stage.state_bytes for stage in model.stages)))
 
@@ -295,7 +295,7 @@ class _Search:
 
     def _try(self, candidates: Iterable[Candidate], *, tries: int = _TRIES, rival: Alternative | None = None) -> None:
         """Places these candidates, simulates the likeliest, and goes on from the best of them if it is better."""
-        found: dict[Placed, Candidate] = {}
+        found: dict[PlacedPlan, Candidate] = {}
         for candidate in candidates:
             placed = self._place(candidate)
             if placed is not None and placed not in self._simulated and placed not in found and self._has_room(placed):
@@ -334,7 +334,7 @@ class _Search:
         tenth of one of the step."""
         return seconds if self.request.wear == "ignore" else seconds * max(written, self._floor) ** (2 * WORTH)
 
-    def _expected(self, placed: Placed, candidate: Candidate) -> float:
+    def _expected(self, placed: PlacedPlan, candidate: Candidate) -> float:
         """Estimates ignore waits for slots, so steps are longer: as they were with this pipeline, or the nearest one known."""
         pairs = self.knobs.pipelines
         place = pairs.index((candidate.lookahead, candidate.gradient_slots))
@@ -350,24 +350,24 @@ class _Search:
             self._placings[order] = Placing(self.model, self.hardware, asked_with(self.request, candidate))
         return self._placings[order]
 
-    def _place(self, candidate: Candidate) -> Placed | None:
+    def _place(self, candidate: Candidate) -> PlacedPlan | None:
         """Returns the plan of this candidate, or None if it does not fit or there was too much work already."""
         if candidate in self._candidates:
             return self._candidates[candidate]
         stages = len(self.model.stages)
         if self._is_bounded and self.placed + stages > self._most_placed:
             return None
-        placed = self._candidates[candidate] = self._placing(candidate).placed(candidate)
+        placed = self._candidates[candidate] = self._placing(candidate).plan_of(candidate)
         is_new = placed is not None and placed not in self._plans
         self.placed += stages if is_new else -(-stages // _AGAIN)
         if placed is not None:
             self._plans.add(placed)
         return placed
 
-    def _has_room(self, placed: Placed) -> bool:
+    def _has_room(self, placed: PlacedPlan) -> bool:
         return not self.with_room or self.request.has_room_for(placed.plan, self.hardware)
 
-    def _simulate(self, placed: Placed, candidate: Candidate) -> Alternative | None:
+    def _simulate(self, placed: PlacedPlan, candidate: Candidate) -> Alternative | None:
         """Returns None if there was too much work already."""
         if placed in self._simulated:
             return self._simulated[placed]

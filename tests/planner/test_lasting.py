@@ -42,7 +42,7 @@ def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
     request = replace(request, cpu_budget=least_memory(spec, small, request) + data.draw(st.integers(0, 16)) * 4 * MiB)
     placing, least = Placing(spec, small, request), least_written(spec, request)
     for candidate in data.draw(parts(family(spec, request))):
-        found = placing.placed(candidate)
+        found = placing.plan_of(candidate)
         assert found is None or found.plan.predicted.written_per_step >= least
 
 

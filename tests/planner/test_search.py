@@ -66,7 +66,7 @@ def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest, Fami
 def _shortest(spec: ModelSpec, hardware: HardwareProfile, request: PlanRequest, candidates: Family) -> float:
     """Returns the seconds of the fastest candidate, of all."""
     placing = Placing(spec, hardware, request)
-    placed = {id(found): found for found in map(placing.placed, candidates) if found is not None}
+    placed = {id(found): found for found in map(placing.plan_of, candidates) if found is not None}
     seconds = float("inf")
     for found in sorted(placed.values(), key=lambda found: found.bound):
         if found.bound < seconds:
