@@ -285,8 +285,8 @@ def promises(planned: Planned) -> dict[str, object]:
             {"model": drive.model, "rated_bytes": drive.rated_bytes, "used_bytes": drive.used_bytes}
             for drive in planned.hardware.drives
         ],
-        "parameters": planned.model.parameters,
-        "frozen_parameters": planned.model.frozen_parameters,
+        "parameters": planned.whole.parameters,
+        "frozen_parameters": planned.whole.frozen_parameters,
         "total_steps": planned.total_steps,
         "numerics": asdict(plan.numerics),
         "store": str(planned.directories[0].absolute()),

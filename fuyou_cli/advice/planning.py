@@ -80,14 +80,20 @@ def warn_of_memory(loaded: LoadedRecipe, say: Say) -> None:
 def machine_here(
     loaded: LoadedRecipe, inspected: Inspected, *, say: Say, measure: bool = False
 ) -> tuple[HardwareProfile, StoreDisks]:
-    """Looks at this machine as it is now. `measure` measures a new machine first."""
+    """Looks at this machine as it is now, or at the part of it that one of several ranks has. `measure` measures a new machine
+    first; of the ranks on a box one does so, while the others wait."""
+    peers = inspected.peers
+    if peers is not None and not peers.measures:
+        peers.told("measured", None)
     if measure and loaded.recipe.offload.measure:
         refused = inspected.known.facts.refusal  # none of its layers are computed
         layers = "" if refused else layers_of(inspected.recipe, inspected.model_dir, cores=core_count())
         measure_once(loaded, inspected.device, layers=layers, say=say)
+    if peers is not None and peers.measures:
+        peers.told("measured", None)
     directories = run_directories(loaded.recipe)
     hardware = hardware_for(*directories, device=inspected.device, say=say, unloaded=inspected.known.unloaded_bytes)
-    return hardware, disks_of(inspected)
+    return hardware if peers is None else hardware.shared(peers.local_count), disks_of(inspected)
 
 
 def command_of(

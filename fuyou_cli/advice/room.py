@@ -69,7 +69,8 @@ def disks_of(resolved: Resolved) -> StoreDisks:
     for directory, system in zip(directories, systems, strict=True):
         held = sum(taken(other / STORE_FILE) for other, on in zip(directories, systems, strict=True) if on == system)
         free = disk.free_space(directory) + held
-        shares.append(DiskShare(free=free, files=systems.count(system), has_export=system == exported))
+        files = systems.count(system) * (1 if resolved.peers is None else resolved.peers.local_count)
+        shares.append(DiskShare(free=free, files=files, has_export=system == exported))
     places = {system: existing(directory) for system, directory in zip(systems, directories, strict=True)}
     return StoreDisks(shares=tuple(shares), total=sum(shutil.disk_usage(place).total for place in places.values()))
 

@@ -108,6 +108,9 @@ def finetune(
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
     trace: _Trace = None,
+    nproc: Annotated[
+        int | None, _option("--nproc", metavar="N", help="Train in N processes on this box (train.nproc).")
+    ] = None,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -118,6 +121,11 @@ def finetune(
     loaded = _loaded_recipe(recipe, overrides)
     if dry_run:
         return _plan(loaded, dry_run=True, verbose=verbose)
+    if "RANK" not in os.environ and (count := loaded.recipe.train.nproc if nproc is None else nproc) != 1:
+        from .launch import options_of, run_ranks
+
+        given = {"--assume-rates": assume_rates, "--accept-changes": accept_changes, "--verbose": verbose, "--trace": trace}
+        return run_ranks(count, ["finetune", recipe, *(overrides or []), *options_of(given)])
     from .finetune import run_finetune
 
     return run_finetune(loaded, measure=not assume_rates, accept_changes=accept_changes, verbose=verbose, trace=trace)

@@ -22,17 +22,19 @@ from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.length import sampled_epoch
 from fuyou_cli.training.loggers import LoggedRun, Loggers, Trace, libraries
+from fuyou_cli.training.peers import place_of
 from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
 from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run_folders import claimed, note_of_an_earlier_run
 from fuyou_cli.training.run_log import LOG, JsonlLog
-from fuyou_cli.training.state.at_rest import saved_store, size_of, to_compare
+from fuyou_cli.training.state.at_rest import size_of, to_compare, whole_store
 from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.resume import in_words
 
 from .console import status_console, write_last_result, write_status
 from .error_screen import like_ctrl_c
+from .launch import Rank
 from .render.charts import timeline_svg
 from .render.data_screen import show_sample
 from .render.plan_screen import show_changed, show_length, show_plan
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.evaluation import AnyReport
+    from fuyou_cli.training.peers import Peers
     from fuyou_cli.training.prepare import Planned, Ready
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
@@ -70,31 +73,50 @@ def run_finetune(
     offload, repeated = loaded.recipe.offload, loaded.recipe.train.deterministic
     settle_allocator()
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments, deterministic=repeated)
+    place = place_of(os.environ)
+    if place is None:
+        _finetune(loaded, measure=measure, accept_changes=accept_changes, verbose=verbose, trace=trace)
+        return
+    with Rank(place, loaded.recipe) as rank:
+        _finetune(loaded, measure=measure, accept_changes=accept_changes, verbose=verbose, trace=trace, rank=rank)
 
+
+def _finetune(
+    loaded: LoadedRecipe, *, measure: bool, accept_changes: bool, verbose: bool, trace: Path | None, rank: Rank | None = None
+) -> None:
+    """Runs a recipe in this process: all of the model, or the share of one rank. Only the first rank has the output_dir, and
+    logs, traces and exports."""
     check_output(loaded.recipe)
-    logging = libraries(loaded.recipe.logging.backends)
-    tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
+    is_first = rank is None or rank.peers.is_first
+    logging = libraries(loaded.recipe.logging.backends) if is_first else {}
+    # raises now if the file cannot be written, before anything is planned
+    tracing = None if trace is None or not is_first else Trace(trace)
     try:
-        ready = _made_ready(loaded, measure=measure, accept_changes=accept_changes)
+        ready = _made_ready(loaded, measure=measure, accept_changes=accept_changes, peers=None if rank is None else rank.peers)
     except KeyboardInterrupt:
         message = "stopped before the run began: nothing is lost, and a state that was saved is as it was"
         raise Interrupted(message, hint=_GOES_ON) from None
     planned = ready.planned
-    with claimed(Path(planned.recipe.output_dir).expanduser(), say=write_status), ExitStack() as stack:
-        if note := note_of_an_earlier_run(planned):
-            write_status(note)
-        log = _open_log(planned, stack)  # has what ends the run: while it loads, trains or exports
+    out = Path(planned.recipe.output_dir).expanduser()
+    with ExitStack() as stack:
+        if is_first:
+            stack.enter_context(claimed(out, say=write_status))
+            if note := note_of_an_earlier_run(planned):
+                write_status(note)
+        if rank is not None:
+            rank.may_write(out)
+        log = _open_log(planned, stack) if is_first else None  # has what ends the run: while it loads, trains or exports
         try:
             report, source, stopped = _train(ready, log, logging, verbose=verbose, trace=tracing)
         except KeyboardInterrupt:  # one during its steps is the run's own
             message = "stopped before the first step or after the last: nothing that the run has saved is lost"
             raise Interrupted(message, hint=_GOES_ON) from None
         try:
-            _conclude(planned, report)
+            _conclude(planned, report, draws=is_first)
             if stopped:
                 raise Interrupted("stopped after the last step, before the export", hint=_again(source))
             if planned.recipe.export.at_end:
-                _export(planned, source)
+                _export(planned, source, rank)
         except KeyboardInterrupt:
             raise Interrupted("interrupted after the last step, before the export", hint=_again(source)) from None
 
@@ -102,13 +124,18 @@ def run_finetune(
 # ---- from the recipe to a run -----------------------------------------------------------------------------------------
 
 
-def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) -> Ready:
+def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool, peers: Peers | None = None) -> Ready:
     """Takes every step from the recipe to a run. A saved run's plan is shown only when nothing can refuse the run any more.
-    Raises UsageError or PlanError."""
+    Raises UsageError or PlanError. `ranks` must have the same recipe and data before anything is written."""
     say = write_status
     try:
         with TransferDisplay(status_console()) as progress:
-            inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=probe.process_bytes)
+            resolved = resolve(loaded.recipe, say=say, progress=progress, peers=peers)
+            inspected = inspect(resolved, say=say, process=probe.process_bytes)
+            if peers is not None:
+                from fuyou_cli.training.alike import refuse_unlike_start
+
+                refuse_unlike_start(inspected, peers)
             warn_of_memory(loaded, say)
             machine = machine_here(loaded, inspected, say=say, measure=measure)
             is_new = inspected.manifest is None
@@ -119,6 +146,10 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) ->
                 _show(loaded, planned)
             fetched = plan_downloaded(fetch(planned, say=say, progress=progress), *machine, say=say)
             tokenised = tokenise(fetched, say=say, accept_changes=accept_changes)
+            if peers is not None:
+                from fuyou_cli.training.alike import refuse_unlike_data
+
+                refuse_unlike_data(tokenised, peers)
         ready = settle(tokenised, *machine_here(loaded, inspected, say=say))
         _refuse_unfit(loaded, ready.planned)
     except PlanError as error:
@@ -290,15 +321,20 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 # ---- after the last step ----------------------------------------------------------------------------------------------
 
 
-def _export(planned: Planned, source: Path) -> None:
-    """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
+def _export(planned: Planned, source: Path, rank: Rank | None = None) -> None:
+    """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training. Of several
+    ranks the first writes it, from the stores of all."""
     from fuyou_cli.training.exporting import UntouchedError, export_store, how_to_load
+
+    stores = (source,) if rank is None else rank.stores(source)
+    if not stores:
+        return
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
         with TransferDisplay(status_console()) as transfers:
             export_store(
-                saved_store(source), out, dtype=options.dtype, max_shard_size=options.max_shard_size,
+                whole_store(stores), out, dtype=options.dtype, max_shard_size=options.max_shard_size,
                 model_dir=planned.model_dir, progress=partial(transfers, f"exporting to {out.name}"), say=write_status,
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -321,7 +357,7 @@ def _again(source: Path) -> str:
     return f"the trained state is saved: `fuyou export {source} OUT` writes the model elsewhere"
 
 
-def _conclude(planned: Planned, report: RunReport) -> None:
+def _conclude(planned: Planned, report: RunReport, *, draws: bool) -> None:
     if not report.steps:  # nothing was measured, and the earlier run's timeline is still right
         write_status(
             f"the run is already finished: all {len(report.losses)} steps are done, loss {from_to(report.losses)}; "
@@ -329,6 +365,8 @@ def _conclude(planned: Planned, report: RunReport) -> None:
         )
         return
     show_summary(status_console(), report)
+    if not draws:
+        return
     out = Path(planned.recipe.output_dir).expanduser() / "timeline.svg"
     try:
         with os.fdopen(open_own(out, anew=True), "w", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ from .render.report_screen import page, show_report
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.report import RunReport, StepReport
-    from fuyou_cli.training.state.at_rest import FileCheck, Verified
+    from fuyou_cli.training.state.at_rest import FileCheck, SavedStore, Verified
 
 _SHARD = 5_000_000_000  # bytes of a file of an export, unless a recipe says otherwise
 
@@ -87,11 +87,23 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
     from fuyou_cli.training.state.at_rest import find_store, size_of, to_check, verify_store
 
     store = find_store(source)
-    with counting("reading", 2 * size_of(store.manifest) + to_check(store.manifest)) as progress:
-        states = verify_store(store, progress=progress, say=write_status)
+    found: list[tuple[SavedStore, list[Verified]]] = []
+    for one in store.shares or (store,):
+        with counting("reading", 2 * size_of(one.manifest) + to_check(one.manifest)) as progress:
+            found.append((one, verify_store(one, progress=progress, say=write_status)))
     if json_output:
-        write_json({"store": str(store.folder), "states": [_as_data(state) for state in states]})
-        return states[0].is_whole
+        data = [{"store": str(one.folder), "states": [_as_data(state) for state in states]} for one, states in found]
+        write_json({"shares": data} if store.shares else data[0])
+    else:
+        for one, states in found:
+            if store.shares:
+                write_result(f"{one.folder}:")
+            _show_states(states)
+    return all(states[0].is_whole for _, states in found)
+
+
+def _show_states(states: Sequence[Verified]) -> None:
+    """Shows the states of one store, and what a run would continue from."""
     for state in states:
         _show(state)
     for file in states[0].files:
@@ -106,7 +118,6 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
             write_result(
                 f"a run of the same recipe continues from the state after step {intact.manifest.step}, which is intact"
             )
-    return states[0].is_whole
 
 
 def _extents(state: Verified) -> list[int]:

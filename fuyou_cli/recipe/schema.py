@@ -492,6 +492,8 @@ class TrainSection(Section):
     compile: bool = key(False, "Compiles blocks with torch.compile, once for all that are alike.")
     deterministic: bool = key(False, "A GPU repeats a run bit for bit, but slower; the CPU always does.")
     early_stopping: EarlyStoppingSection | None = key(None, "Ends the run by the loss of the first set that is evaluated.")
+    nproc: Positive = key(1, "Processes on this box that train one model together, with the results of one.")
+    peer_timeout: Time = key(60, "How long a process of several may give no sign of life before the others end.")
 
     @classmethod
     def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:

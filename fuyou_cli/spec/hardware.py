@@ -206,6 +206,22 @@ class HardwareProfile:
             store_write_mixed=self.sustained_write_mixed or self.store_write_mixed,
         )
 
+    def shared(self, count: int) -> HardwareProfile:
+        """Returns what one of `count` processes has of this machine, all of them at work: its cores, memory and drives are
+        shared out. Each has a device of its own."""
+        if count == 1:
+            return self
+        parts = {name: getattr(self, name) // count for name in _SHARED_SIZES}
+        rates = {name: getattr(self, name) / count for name in _SHARED_RATES}
+        found = replace(self, **parts, **rates, cores=max(1, self.cores // count))
+        if self.device == "cuda":
+            return found
+        stages = tuple(
+            replace(rate, forward=rate.forward / count, backward=rate.backward / count, given=rate.given / count)
+            for rate in self.stage_rates
+        )
+        return replace(found, stage_rates=stages, matmul_flops=self.matmul_flops / count)
+
     @property
     def slows_down(self) -> bool:
         """Tells whether the drives' rates change for a run that writes enough."""
@@ -217,6 +233,11 @@ class HardwareProfile:
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 
+_SHARED_SIZES = ("ram_available", "disk_free", "burst_bytes", "steady_bytes", "pinnable")
+_SHARED_RATES = (
+    "store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write", "sustained_read_mixed",
+    "sustained_write_mixed", "host_copy", "host_fresh", "dram",
+)  # fmt: skip
 _SAME_STAGE = 1.02  # times the parameters of a stage, with other padding
 _GRAPH_MARGIN = 1.02  # a graph that is larger than planned is not kept
 

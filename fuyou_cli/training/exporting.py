@@ -107,26 +107,27 @@ def _check_complete(name: str, parts: list[StoredTensor]) -> None:
 
 
 class StoreWeights:
-    """Reads the weights that a manifest names, as bytes of `dtype`, under the names in the checkpoint they came from. `own`: of
-    frozen ones, what they were before they were rounded; None: as they were computed with."""
+    """Reads the weights that a manifest names, as bytes of `dtype`, under the names in the checkpoint they came from. Where
+    several ranks have trained the model, each of the stores has some of the stages. `own`: of frozen ones, what they were
+    before they were rounded; None: as they were computed with."""
 
-    def __init__(self, store: OpenStore, *, dtype: str, own: OwnValues | None = None) -> None:
-        self.manifest, self.daemon, self.arena, self.dtype, self._own = store.manifest, store.daemon, store.arena, dtype, own
-        self._summed: dict[StoredExtent, _Summed] = {}
-        self._packed: tuple[str, PackedReader | None] = ("", None)  # the quantised tensor that was read last
-        self._places: dict[str, list[tuple[StoredStage, StoredTensor]]] = {}
-        for stage in store.manifest.stages:
-            for tensor in stage.tensors:
-                self._places.setdefault(tensor.stored_as, []).append((stage, tensor))
+    def __init__(self, *stores: OpenStore, dtype: str, own: OwnValues | None = None) -> None:
+        self.manifest, self.dtype = stores[0].manifest, dtype
+        self._readers = [_StoreReader(store, own) for store in stores]
+        self._places: dict[str, list[tuple[_StoreReader, StoredStage, StoredTensor]]] = {}
+        for stages in zip(*(reader.manifest.stages for reader in self._readers), strict=True):
+            for reader, stage in zip(self._readers, stages, strict=True):
+                for tensor in stage.tensors:
+                    self._places.setdefault(tensor.stored_as, []).append((reader, stage, tensor))
         for name, places in self._places.items():
-            _check_complete(name, [tensor for _, tensor in places])
+            _check_complete(name, [tensor for *_, tensor in places])
 
     def model_name(self, tensor: OutTensor) -> str:
         """Returns the model's name of a tensor."""
-        return self._places[tensor.name][0][1].name
+        return self._places[tensor.name][0][2].name
 
     def is_trained(self, tensor: OutTensor) -> bool:
-        stage, stored = self._places[tensor.name][0]
+        _, stage, stored = self._places[tensor.name][0]
         return stored.offset < stage.trained
 
     @property
@@ -135,24 +136,40 @@ class StoreWeights:
         return {STEP: str(self.manifest.step)}
 
     def tensors(self) -> list[OutTensor]:
-        return [OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()]
+        return [OutTensor(name=name, dtype=self.dtype, shape=places[0][2].shape) for name, places in self._places.items()]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
         """Returns elements [first, first + count) of a tensor in its dtype, from all its stages. The view is valid until the
         next call."""
         parts = [
-            (stage, stored, begin, end)
-            for stage, stored in self._places[tensor.name]
+            (reader, stage, stored, begin, end)
+            for reader, stage, stored in self._places[tensor.name]
             if (begin := max(first, stored.first)) < (end := min(first + count, stored.first + stored.count))
         ]
         if len(parts) == 1:
-            return self._part(*parts[0], tensor.dtype)
+            reader, stage, stored, begin, end = parts[0]
+            return reader.part(stage, stored, begin, end, tensor.dtype)
         joined = bytearray()
-        for part in parts:
-            joined += self._part(*part, tensor.dtype)
+        for reader, stage, stored, begin, end in parts:
+            joined += reader.part(stage, stored, begin, end, tensor.dtype)
         return memoryview(joined)
 
-    def _part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int, dtype: str) -> memoryview:
+    def check(self) -> None:
+        """Reads the rest of each extent that was read. Raises SwapError if one is not what was written, or ModelFileError where
+        it is of the checkpoint's files."""
+        for reader in self._readers:
+            reader.check()
+
+
+class _StoreReader:
+    """Reads the stages of one store."""
+
+    def __init__(self, store: OpenStore, own: OwnValues | None) -> None:
+        self.manifest, self.daemon, self.arena, self._own = store.manifest, store.daemon, store.arena, own
+        self._summed: dict[StoredExtent, _Summed] = {}
+        self._packed: tuple[str, PackedReader | None] = ("", None)  # the quantised tensor that was read last
+
+    def part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int, dtype: str) -> memoryview:
         """Returns elements [first, end) of the whole tensor in `dtype`; all of them are in one stage."""
         begin, count = stored.offset + first - stored.first, end - first
         compute, is_trained = self.manifest.compute_dtype, stored.offset < stage.trained
@@ -275,12 +292,15 @@ def stored_weights(
     where it was. `trained_only`: nothing of what is frozen is read."""
     with ExitStack() as stack:
         files: Literal["compared", "none"] = "none" if trained_only else "compared"
-        store = stack.enter_context(at_rest(saved, arena_size=READ_ARENA, say=say, model_files=files))
+        stores = [
+            stack.enter_context(at_rest(one, arena_size=READ_ARENA, say=say, model_files=files))
+            for one in saved.shares or (saved,)
+        ]
         own: OwnValues | None = None
         if not trained_only:
             folder = model_dir or Path(saved.manifest.model_dir)
             own = stack.enter_context(own_values(saved.manifest, folder, dtype=dtype, say=say))
-        yield StoreWeights(store, dtype=dtype, own=own)
+        yield StoreWeights(*stores, dtype=dtype, own=own)
 
 
 def export_store(

@@ -16,6 +16,7 @@ from ..planner.candidate import Candidate, may_measure_first
 from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
+from ..planner.ring import check_owners, deal
 from ..planner.run_planner import Effort, RunPlanner
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
@@ -41,6 +42,7 @@ from .state.resume import refused, steps_left
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
+    from .peers import Peers
 
 CHUNK_PARAMS = 1 << 19
 SLOWER = 0.01  # share of the step by which the earlier candidate may be slower after it is placed again
@@ -70,6 +72,22 @@ def plan(
 
         hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.peak_bytes)
     inspected = _resumable(inspected, hardware, say)
+    peers = inspected.peers
+    if peers is not None and (peers.alike is not None or not peers.is_first):
+        alike = peers.alike or peers.choose_alike(None)
+        planner = _Planner(inspected, hardware, disks, epoch, range_experts=alike.numerics.range_experts)
+        return planner.planned(alike.numerics)
+    planned = _plan(inspected, hardware, disks, candidate, say=say, epoch=epoch, effort=effort)
+    if peers is not None:
+        peers.choose_alike(planned.plan)
+    return planned
+
+
+def _plan(
+    inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, candidate: Candidate | None, *, say: Say,
+    epoch: Epoch | None, effort: Effort,
+) -> Planned:  # fmt: skip
+    """Plans whole blocks, or ranges of their experts where those do not fit."""
 
     def planner(range_experts: int) -> _Planner:
         return _Planner(
@@ -176,7 +194,7 @@ class _Planner:
         self._runs = RunPlanner(hardware, candidate=candidate, effort=effort, or_least=or_least)
         self._described: dict[tuple[object, ...], ModelSpec] = {}
         if before is not None:  # of the same model
-            self._described[traced(before.plan.numerics)] = before.model
+            self._described[traced(before.plan.numerics)] = before.whole
 
     def planned(self, numerics: Numerics | None = None) -> Planned:
         """Plans with these numerics, or with those of the recipe and the fastest micro-batch."""
@@ -194,6 +212,7 @@ class _Planner:
             plan=made.plan,
             found=made.search,
             epoch=self._epoch,
+            whole=self._specified(request.numerics),
         )
 
     def numerics(self, micro: int | None) -> Numerics:
@@ -233,7 +252,20 @@ class _Planner:
 
             asked = replace(asked, typical=typical_step(self._epoch.lengths, numerics))
         widths = widths_of(inspected.recipe, numerics) if device == "cpu" else 1
-        return model, replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
+        asked = replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
+        return (model, asked) if inspected.peers is None else self._of_rank(model, asked, inspected.peers)
+
+    def _of_rank(self, model: ModelSpec, asked: PlanRequest, peers: Peers) -> tuple[ModelSpec, PlanRequest]:
+        """Returns what is planned for one rank: its stages, and its part of the box, with what all ranks have alike."""
+        saved = self._inspected.manifest
+        owners = deal(model, peers.count) if saved is None or saved.share is None else saved.share.owners
+        check_owners(model, owners, peers.count)
+        asked = replace(asked, cpu_budget=asked.cpu_budget // peers.local_count)
+        if (alike := peers.alike) is not None:
+            asked = replace(asked, sweeps=alike.sweeps, norm_first=alike.norm_first, commit_every=alike.commit_every)
+        elif asked.norm_first is None and not may_measure_first(model, asked):
+            asked = replace(asked, norm_first=False)  # others' stages may not, whatever this rank's may
+        return model.of_rank(owners, peers.rank), asked
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.hub import Hub, Progress, has_tokenizer
+from ..core.disk import status_of
 from ..core.errors import UsageError
 from ..core.paths import folder
 from ..core.units import count
@@ -29,6 +30,7 @@ from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate,
 from .numerics import check_positions, check_tokens, note_slow_products
 from .state.at_rest import SavedStore
 from .state.manifest import Change, Manifest, Untouched
+from .state.recovery import saved_by_all
 from .state.resume import (
     REFUSED,
     change_of_libraries,
@@ -40,6 +42,7 @@ from .state.resume import (
     settings_of,
     steps_left,
 )
+from .state.store_folders import of_rank
 from .stored_quantised import as_stored, check_planned
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from ..planner.search import SearchResult
     from ..recipe.schema import Recipe
     from .fixed_prompts import FixedPrompts
+    from .peers import Peers
 
 _NAME = "best"
 
@@ -108,6 +112,7 @@ class Resolved:
     tokenizer_dir: Path
     directories: tuple[Path, ...]  # one folder of this run per striped directory
     saved: SavedStore | None  # of the stopped run to resume, if any
+    peers: Peers | None = None  # that train the model together; None: this process alone
 
     @property
     def manifest(self) -> Manifest | None:
@@ -135,6 +140,7 @@ class Planned(Inspected):
     plan: Plan
     found: SearchResult | None  # the result of the search; None if there was none
     epoch: Epoch | None  # None: not looked at yet
+    whole: ModelSpec  # `model`, or of which that is what one of several ranks sees
 
     @property
     def anatomy(self) -> Anatomy:
@@ -198,12 +204,19 @@ def unheard(what: str, done: int, total: int) -> None:
     pass
 
 
-def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say, progress: Progress = unheard) -> Resolved:
+def resolve(
+    recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say, progress: Progress = unheard,
+    peers: Peers | None = None,
+) -> Resolved:  # fmt: skip
     """Finds the saved run (if `here`: on this machine), the model without weights, the tokenizer and the data that the recipe
     names. Another thread calls `progress` during a download with its name, the bytes so far and the bytes in all."""
     _check_backend(recipe)
     check_peft(recipe)
-    directories, saved = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
+    folders = run_directories(recipe, rank=None if peers is None else peers.rank)
+    count = 1 if peers is None else peers.count
+    directories, saved = saved_state(recipe, folders, count=count, must=to_run, here=here, say=say)
+    if peers is not None:
+        saved = saved_by_all(peers, saved, directories[0])
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
@@ -222,6 +235,7 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
         tokenizer_dir=tokenizer_dir,
         directories=directories,
         saved=saved,
+        peers=peers,
     )
 
 
@@ -235,11 +249,12 @@ def _check_backend(recipe: Recipe) -> None:
         )
 
 
-def run_directories(recipe: Recipe) -> tuple[Path, ...]:
+def run_directories(recipe: Recipe, *, rank: int | None = None) -> tuple[Path, ...]:
     """Returns the folders of this run's store, one per striped directory. Their name is readable and unique to the
-    output_dir."""
+    output_dir, and to the `rank` of several."""
     out = folder(recipe.output_dir, key="output_dir").resolve()
     name = f"{out.name}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:8]}"
+    name += "" if rank is None else of_rank(rank)
     found: dict[Path, Path] = {}
     for directory in recipe.offload_directories(os.environ):
         if (other := found.setdefault(directory.resolve(), directory)) is not directory:
@@ -248,9 +263,10 @@ def run_directories(recipe: Recipe) -> tuple[Path, ...]:
 
 
 def store_of(recipe: Recipe) -> Path:
-    """Returns the first folder of the store that the recipe's runs continue."""
+    """Returns the first folder of the store that the recipe's runs continue; of a run of several ranks the first one's."""
     if recipe.checkpoint.resume in ("auto", "never"):
-        return run_directories(recipe)[0]
+        alone, first = run_directories(recipe)[0], run_directories(recipe, rank=0)[0]
+        return first if status_of(first) is not None and status_of(alone) is None else alone
     return folder(recipe.checkpoint.resume, key="checkpoint.resume")
 
 
@@ -429,7 +445,7 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
     made_of = fingerprints_of(
         recipe,
         planned.model_dir,
-        planned.model,
+        planned.whole,
         device=planned.device,
         weights_mark=fetched.mark,
         data=rows.summary.digest,

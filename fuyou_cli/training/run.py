@@ -80,7 +80,10 @@ class Run:
         self.ready, self.planned, self.plan, self.model = ready, planned, planned.plan, planned.model
         self.memory = MemoryWatch()
         self._trimming = Trimming(self.model, self.plan, self.memory)
+        self._peers = planned.peers
         self.standing = Standing.of(planned.manifest)
+        if self._peers is not None:  # a new run has one name
+            self.standing.run = self._peers.of_first("run", lambda: self.standing.run)
         self._announce = announce
         self.stopping = StopRequests(announce, may_abandon=self._may_abandon, at_stake=self._at_stake, to_the_end=ends_process)
         self._limits = RunLimits(planned.recipe, planned.plan)
@@ -139,6 +142,7 @@ class Run:
                 optimizer=rule, patience=patience,
                 compiled=CompiledBlocks(say=self._announce) if planned.recipe.train.compile else None,
                 between_micro_batches=self._between_micro_batches, after_visit=self._after_visit,
+                ranks=None if self._peers is None else self._peers.ranks,
             )  # fmt: skip
         self._stack.callback(self.executor.close)
         visits = self.executor.visits
@@ -151,7 +155,10 @@ class Run:
         # The ledger asks the saver which generation is durable, and the saver reads the ledger: one must come after the other.
         visits.moves.committing = self.saver
         stalls = visits.residency.stalls
-        self._meter = StepMeter(model=self.model, daemon=self.daemon, device=self.device, stalls=stalls, memory=self.memory)
+        self._meter = StepMeter(
+            model=self.model, daemon=self.daemon, device=self.device, stalls=stalls, memory=self.memory,
+            flops_per_token=planned.whole.flops_per_token,
+        )  # fmt: skip
         self.rates = learning_rate(planned.recipe, planned.total_steps, peak_after_warmup=self.standing.peak_after_warmup)
         self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.store.paths[0].parent)
 
@@ -204,7 +211,7 @@ class Run:
                 limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
                 if limit:
                     self._announce(f"{limit};\nstopping and saving the state")
-                report = None if self.stopping.requested or limit else self._one_step()
+                report = None if self._is_to_stop(limit) else self._one_step()
                 if report is None:
                     self.executor.abandon()
                     break
@@ -220,8 +227,21 @@ class Run:
                 self._announce(self._evaluations.told)
             elif self.step < self.planned.total_steps:
                 why = f": {limit}" if limit else ""
+                if self._peers is not None:
+                    self._peers.ends_together = True  # every rank stops here, with this step saved
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
         self.stopping.doing = "over"
+
+    def _is_to_stop(self, limit: str | None) -> bool:
+        """Tells whether the run stops before its next step: on request, or where a limit is reached. Ranks stop together,
+        before the same step, as soon as one has a reason."""
+        stops = self.stopping.requested or limit is not None
+        if self._peers is None:
+            return stops
+        first = self._peers.asking(stops)
+        if first is not None and not stops:
+            self._announce(f"{self._peers.named(first)} stops: stopping and saving the state")
+        return first is not None
 
     def _evaluate(self, on_evaluation: Callable[[AnyReport], None]) -> None:
         """Evaluates where that is due after the last step; a request to stop ends it at once."""
@@ -310,6 +330,9 @@ class Run:
         self._stop_here()
 
     def _stop_here(self) -> None:
+        if self._peers is not None:
+            self._peers.check()  # others wait for this step: it is given up only where a peer is lost
+            return
         if self.stopping.requested and (self.stopping.doing == "evaluating" or self.executor.may_abandon()):
             raise StepAbandoned
 
@@ -341,7 +364,8 @@ class Run:
 
     def _rescue(self, error: Exception) -> None:
         """Saves the last whole step when an error ends the training, unless the error may have damaged the state."""
-        is_in_vain = self.stopping.doing in ("loading", "saving") or self.saver.commits.has_failed
+        # of several ranks the others may be elsewhere, and would not commit this step
+        is_in_vain = self.stopping.doing in ("loading", "saving") or self.saver.commits.has_failed or self._peers is not None
         if is_in_vain or isinstance(error, Interrupted) or not self._is_whole(error):
             return
         try:
@@ -399,7 +423,7 @@ class Run:
         return run_report(
             self._steps,
             losses=self.losses,
-            flops_per_token=self.model.flops_per_token,
+            flops_per_token=self.planned.whole.flops_per_token,
             seconds=time.monotonic() - self._began,
             ram_budget=self.plan.cpu_budget,
             ram_peak=self.memory.peak,

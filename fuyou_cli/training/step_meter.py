@@ -133,12 +133,15 @@ class Trimming:
 
 
 class StepMeter:
-    """Measures the steps of one run, each from `begin` to `end`. `stalls`: seconds waited so far, by cause."""
+    """Measures the steps of one run, each from `begin` to `end`. `stalls`: seconds waited so far, by cause. `flops_per_token`:
+    of all that is trained, on whatever rank."""
 
     def __init__(
-        self, *, model: ModelSpec, daemon: SwapDaemon, device: Device, stalls: Mapping[str, float], memory: MemoryWatch
-    ) -> None:
+        self, *, model: ModelSpec, daemon: SwapDaemon, device: Device, stalls: Mapping[str, float], memory: MemoryWatch,
+        flops_per_token: float,
+    ) -> None:  # fmt: skip
         self._model, self._daemon, self._device, self._stalls, self._memory = model, daemon, device, stalls, memory
+        self._flops_per_token = flops_per_token
         self._begin = self._end = 0.0
         self._counters, self._waited = daemon.counters(), dict(stalls)
         self._before: tuple[list[RequestEvent], list[Copy]] = ([], [])  # what ended between two steps, for a trace
@@ -185,7 +188,7 @@ class StepMeter:
             tokens=outcome.label_tokens,
             batch_tokens=tokens,
             seconds=seconds,
-            tflops=self._model.flops_per_token * tokens / seconds / 1e12,
+            tflops=self._flops_per_token * tokens / seconds / 1e12,
             ram_now=self._memory.look(),
             ram_peak=self._memory.peak,
             read_bytes=after.read_bytes - before.read_bytes,

@@ -71,7 +71,7 @@ def longrope(materials: Path) -> Path:
 def write_llama(materials: Path, name: str, **sizes: Any) -> Path:
     usual = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0}
-    return write_model(materials, materials / name, "LlamaConfig", **usual, **ends, **sizes)
+    return write_model(materials, materials / name, "LlamaConfig", **{**usual, **ends, **sizes})
 
 
 def write_model(materials: Path, folder: Path, kind: str, *, dtype: str = "float32", **sizes: Any) -> Path:

@@ -26,7 +26,7 @@ from ...swap.store import Arena, Store, not_as_written
 from ..run_log import saved_of
 from . import manifest as manifests
 from .manifest import Manifest, StoredExtent
-from .store_folders import missing_file, refuse_copy, refuse_in_use
+from .store_folders import missing_file, ranked, refuse_copy, refuse_in_use, unranked
 
 # ---- extents ----------------------------------------------------------------------------------------------------------
 
@@ -275,6 +275,8 @@ class SavedStore:
     manifest: Manifest
     problem: str
     seals: tuple[bytes | None, ...]
+    # The stores of all ranks where several have trained the model. `manifest` then has every stage, and the first rank's rest.
+    shares: tuple[SavedStore, ...] = ()
 
     def check_current(self) -> None:
         """Raises UsageError if another process has committed since. The store must be locked."""
@@ -302,14 +304,57 @@ def saved_store(folder: Path) -> SavedStore:
     return found
 
 
+def whole_store(folders: Sequence[Path]) -> SavedStore:
+    """Reads the store in one folder, or the shares of one model in the folders of several ranks, all of the newest commit that
+    every rank has. Raises UsageError if they are not the shares of one."""
+    found = sorted(map(saved_store, folders), key=lambda one: one.manifest.share.rank if one.manifest.share else 0)
+    if len(found) == 1 and found[0].manifest.share is None:
+        return found[0]
+    shares = [one.manifest.share for one in found]
+    count = next((share.count for share in shares if share is not None), 1)
+    if [share and share.rank for share in shares] != list(range(count)) or len({one.manifest.run for one in found}) > 1:
+        names = ", ".join(str(one.folder) for one in found)
+        raise UsageError(
+            f"{names}: not the stores of all ranks of one run ({count} ranks)",
+            hint="bring the folders of all ranks to one box, each at its own path, and name the folder that they are in",
+        )
+    least = min(one.manifest.commit for one in found)
+    found = [one if one.manifest.commit == least else _before(one, least) for one in found]
+    stages = tuple(
+        next((one for one in same if one.params), same[0]) for same in zip(*(o.manifest.stages for o in found), strict=True)
+    )
+    first = found[0]
+    return replace(first, manifest=replace(first.manifest, stages=stages), shares=tuple(found))
+
+
+def _before(store: SavedStore, commit: int) -> SavedStore:
+    """Returns the store of a rank that has named one commit more than others, at the one before."""
+    older = manifests.before(store.folder, store.manifest)
+    if older is None or older.commit != commit:
+        raise UsageError(
+            f"{store.folder} holds the state after step {store.manifest.step}, and not the one before it that other ranks hold",
+            hint="put back folders that were saved together",
+        )
+    return replace(store, manifest=older)
+
+
+def _are_shares(folders: Sequence[Path]) -> bool:
+    """Tells whether folders are named as those of the ranks of one run."""
+    return len({unranked(folder) for folder in folders}) == 1
+
+
 def find_store(source: Path) -> SavedStore:
-    """Reads the one store that `source` is or contains, or that a run with this output_dir has elsewhere. Raises UsageError, or
-    UnreadableError where that cannot be seen now."""
+    """Reads the one store that `source` is or contains, or that a run with this output_dir has elsewhere; of a run of several
+    ranks all that are there. Raises UsageError, or UnreadableError where that cannot be seen now."""
     found = manifests.found_in(source, manifests.NAME, manifests.BEFORE)
+    if len(found) == 1 and unranked(found[0]) != found[0]:
+        found = ranked(found[0])
+    if len(found) > 1 and _are_shares(found):
+        return whole_store(found)
     if len(found) > 1:
         raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
     if (folder := found[0] if found else saved_of(source)) is not None:
-        return saved_store(folder)
+        return whole_store(ranked(folder))
     raise UsageError(
         f"there is no store in {source}", hint="give a run's output_dir, its store, or the offload.dir that it is in"
     )
@@ -336,6 +381,9 @@ def at_rest(
     """Opens the committed state of a store. `say` gets a message about a drive that does not answer. `model_files`: the model's
     own, which have to be as they were; or those that are there; or none. Raises FuyouError while a run uses the store."""
     folder, manifest = saved.folder, saved.manifest
+    if saved.shares:
+        names = ", ".join(str(one.folder) for one in saved.shares)
+        raise UsageError(f"the model is in the stores of {len(saved.shares)} ranks: {names}", hint="`fuyou export` joins them")
     refuse_copy(manifest, folder)
     refuse_in_use(manifest)
     if manifest.state != "committed":

@@ -141,6 +141,17 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """Says whose part of one model a store holds, where several ranks train it, and which of the run's commits this is. Ranks
+    have the same state where their commits have the same number: an evaluation is a commit more after the same step."""
+
+    rank: int
+    count: Annotated[int, Field(ge=2)]
+    owners: tuple[int, ...]  # the rank that has each stage
+    commit: int  # 0: while it is loaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Names what a store holds, and what a run needs to resume from it."""
 
@@ -175,6 +186,12 @@ class Manifest:
     peak_after_warmup: bool = False  # the rule of its learning rates (training/length)
     settings: dict[str, Any] | None = None  # keys of the recipe it goes by (state/resume.py); None: not recorded
     changes: Annotated[tuple[Change, ...], Field(max_length=MOST_CHANGES)] = ()  # of these, in order
+    share: RankShare | None = None  # None: all of the model
+
+    @property
+    def commit(self) -> int:
+        """Returns the number of the commit, where several ranks train the model."""
+        return 0 if self.share is None else self.share.commit
 
     @property
     def knows_pieces(self) -> bool:
@@ -237,6 +254,8 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False, amends: bo
 def _text(manifest: Manifest) -> str:
     """Writes one line per key, and the digest of all others last."""
     content = {"fuyou_store": VERSION, **asdict(manifest)}
+    if manifest.share is None:
+        del content["share"]  # a store that holds all of a model says nothing of ranks
     body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(content[key])}" for key in sorted(content))
     return f'{body}{_DIGEST}"{_digest(body)}"\n}}\n'
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,8 +31,20 @@ from ...spec.model import ModelSpec
 from ...spec.plan import Plan, Span
 from . import manifest as manifests
 from .at_rest import SavedStore, changed_files, find_saved_store, used_since
-from .manifest import TENSORS, Change, Manifest
-from .store_folders import PART_FILE, STORE_FILE, check_mounted, missing_file, read_part, refuse_copy, refuse_in_use
+from .manifest import TENSORS, Change, DamagedManifest, Manifest
+from .recovery import of_another_count
+from .store_folders import (
+    PART_FILE,
+    STORE_FILE,
+    check_mounted,
+    missing_file,
+    of_rank,
+    ranked,
+    read_part,
+    refuse_copy,
+    refuse_in_use,
+    unranked,
+)
 
 if TYPE_CHECKING:
     from ...recipe.schema import Recipe
@@ -39,7 +52,10 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 # Keys that say nothing of a run's steps: where things are, and how fast they go. A run may change them without a word.
-_OF_A_PLACE = ("version", "output_dir", "offload", "checkpoint.resume", "dataset.cache_dir", "dataset.num_workers")
+_OF_A_PLACE = (
+    "version", "output_dir", "offload", "checkpoint.resume", "dataset.cache_dir", "dataset.num_workers", "train.nproc",
+    "train.peer_timeout",
+)  # fmt: skip
 # Keys that a run may go on with at another value; what is under the first of them changes its steps, so it has to be accepted.
 RATES = ("optimizer.lr", "lr_scheduler", "train.max_steps", "train.epochs")
 _FREE = (
@@ -104,12 +120,12 @@ REFUSED = "A run would be refused"  # in the notes of a plan; the screen looks f
 
 
 def saved_state(
-    recipe: Recipe, directories: tuple[Path, ...], *, must: bool, here: bool, say: Say
+    recipe: Recipe, directories: tuple[Path, ...], *, count: int = 1, must: bool, here: bool, say: Say
 ) -> tuple[tuple[Path, ...], SavedStore | None]:
     """Returns the folders of the run, and the state saved in them (only if `here`). Raises FuyouError if a run that `must`
-    resume it could not."""
+    resume it could not. `count`: the ranks that train the model."""
     try:
-        saved = find_saved(recipe.checkpoint.resume, directories, say=say) if here else None
+        saved = find_saved(recipe.checkpoint.resume, directories, count=count, say=say) if here else None
     except FuyouError as error:
         if must:
             raise
@@ -131,13 +147,17 @@ def steps_left(total: int, manifest: Manifest | None) -> int:
     return max(0, total - (manifest.step if manifest is not None else 0))
 
 
-def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> SavedStore | None:
-    """Returns the saved run to resume, or None for a new one. `resume`: auto, never, or a store's folder.
+def find_saved(resume: str, directories: Sequence[Path], *, count: int = 1, say: Say) -> SavedStore | None:
+    """Returns the saved run to resume, or None for a new one. `resume`: auto, never, or a store's folder. `count`: the ranks
+    that train the model.
 
     Raises UsageError if a saved run cannot be resumed, or if a new run would overwrite one without being asked to.
     """
     if resume == "never":
         return None
+    if resume != "auto" and count > 1:
+        what = f"checkpoint.resume names one folder, and each of {count} ranks has its own"
+        raise UsageError(what, hint="use auto: each rank finds its folder in offload.dir")
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
     saved = find_saved_store(source)
     found = None if saved is None else saved.manifest
@@ -147,6 +167,7 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> SavedSt
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
     if saved is None or found is None:
+        _check_count(directories[0], count)
         _check_free(directories, being_filled=())
         _check_moved(source.parent)
         return None
@@ -154,6 +175,8 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> SavedSt
         refuse_in_use(found)
         _check_free(directories, being_filled=found.files)
         return None
+    if (was := _count_of(found)) != count:
+        raise of_another_count(was, folder=str(source), now=count)
     refuse_copy(found, source)
     refuse_in_use(found)
     if saved.problem:
@@ -165,6 +188,19 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> SavedSt
 def _kept(what: str, remedy: str) -> UsageError:
     """Makes the error for a saved run that is in the way. Whatever the remedy, the user can give the run up."""
     return UsageError(what, hint=f"{remedy}, or start over with checkpoint.resume=never, which gives the saved state up")
+
+
+def _count_of(saved: Manifest) -> int:
+    return 1 if saved.share is None else saved.share.count
+
+
+def _check_count(directory: Path, count: int) -> None:
+    """Raises UsageError if this run was saved by one process where several ranks are to train it, or the other way round."""
+    for place in [unranked(directory)] if count > 1 else ranked(directory.with_name(directory.name + of_rank(0))):
+        with suppress(DamagedManifest):
+            saved, _ = manifests.newest(place)
+            if saved is not None and saved.state == "committed" and saved.step and _count_of(saved) != count:
+                raise of_another_count(_count_of(saved), folder=str(place), now=count)
 
 
 def _check_moved(directory: Path) -> None:
@@ -243,9 +279,10 @@ def _holds_data(file: Path) -> bool:
 
 
 def check_still_new(directory: Path) -> None:
-    """Raises UsageError if a run has saved its state here since this one was planned. The store must be locked."""
+    """Raises UsageError if a run has saved its state here since this one was planned. The store must be locked. A rank begins
+    anew where it alone had committed what it loaded (`recovery`)."""
     current, _ = manifests.newest(directory)
-    if current is not None and current.state != "loading":
+    if current is not None and current.state != "loading" and not (current.share is not None and current.step == 0):
         raise used_since(directory)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 
 from ...core.disk import REMEDIES
 from ...core.errors import DamagedStateError, OutOfSpaceError, UnreadableError, UsageError
+from ...core.json_files import from_json
 from ...core.paths import open_own
 from ...core.process import SILENT, Patience
 from ...core.units import align_up
@@ -33,7 +34,7 @@ from ..prepare import Ready
 from . import manifest as manifests
 from .at_rest import Damage, ExtentSums, Progress, SavedStore, compare
 from .kept_companions import written_companions
-from .manifest import MOST_CHANGES, Change, Evaluated, Manifest, State
+from .manifest import MOST_CHANGES, Change, Evaluated, Manifest, RankShare, State
 from .resume import library_versions
 from .storage import StageFiles
 from .store_folders import LOSSES, NEW_PART, PART_FILE, SPARE, read_losses, write_losses
@@ -44,17 +45,20 @@ _SLICE = 0.2  # seconds; a wait returns to Python this often, so that Ctrl-C wor
 
 
 class Commits:
-    """Commits manifests in order. `flush` returns when the data is on stable storage, `name` when a manifest is."""
+    """Commits manifests in order. `flush` returns when the data is on stable storage, `name` when a manifest is. `agreed`
+    returns when all ranks of the run have named theirs: only then is a commit durable, and may what the one before names be
+    written over. So ranks that end at any moment are at most one commit apart, and all have the older one whole."""
 
     def __init__(
         self,
         *,
         flush: Callable[[], None],
         name: Callable[[Manifest], None],
+        agreed: Callable[[Manifest], None] = lambda manifest: None,
         durable: Manifest | None = None,
         patience: Patience = SILENT,
     ) -> None:
-        self._flush, self._name, self._patience = flush, name, patience
+        self._flush, self._name, self._agreed, self._patience = flush, name, agreed, patience
         # `last` is committed. The thread sets it, so even a signal handler may read it. `newest` is committed or being
         # committed.
         self.last = self.newest = durable
@@ -97,6 +101,7 @@ class Commits:
         try:
             self._flush()
             self._name(manifest)
+            self._agreed(manifest)
         except BaseException as error:
             self._failure = error
             raise
@@ -173,7 +178,14 @@ class Saver:
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # bytes that saving wrote, beside the steps
         self._complete = -1  # the newest generation that every stage has reached
-        self.commits = Commits(flush=store.sync, name=self._name, durable=ready.planned.manifest, patience=patience)
+        peers = self._peers = ready.planned.peers
+        self.commits = Commits(
+            flush=store.sync,
+            name=self._name,
+            agreed=(lambda manifest: None) if peers is None else (lambda manifest: peers.named_by_all(manifest.commit)),
+            durable=ready.planned.manifest,
+            patience=patience,
+        )
 
     @property
     def saved_step(self) -> int | None:
@@ -238,26 +250,60 @@ class Saver:
     def _add_evaluation(self) -> None:
         """Commits an evaluation that ended after the commit of its step."""
         newest, standing = self.commits.newest, self.standing
-        if newest is not None and newest.evaluated != standing.evaluated:
-            self.commits.begin(replace(newest, evaluated=standing.evaluated, evaluated_before=standing.evaluated_before))
+        is_news = newest is not None and newest.evaluated != standing.evaluated
+        if self._peers is not None:  # some may have it in the commit of the step: all commit it, or none
+            is_news = any(self._peers.told("evaluation to commit", is_news))
+        if newest is not None and is_news:
+            share = newest.share and replace(newest.share, commit=newest.commit + 1)
+            self.commits.begin(
+                replace(newest, share=share, evaluated=standing.evaluated, evaluated_before=standing.evaluated_before)
+            )
             self.commits.finish()
 
     def restore(self, store: SavedStore, progress: Progress) -> None:
         """Restores the newest committed state that is whole: the one that was read, or an older one. `progress` gets the bytes
         read."""
-        saved = self._intact(store.manifest, progress)
-        if saved != store.manifest or store.problem:  # the next commit would keep the damaged manifest
+        saved = self._as_all_have(self._intact(store.manifest, progress))
+        if saved != store.manifest or store.problem:  # the next commit would keep the other manifest
             manifests.go_back(self.folder, saved)
         # of the checkpoint's files, what the run had read of those with another time of change
         compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
         self.files.restore(saved, self.residency.records)
         self.standing.resume(saved)
+        self._evaluate_as_first()
         self.standing.losses, note = read_losses(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
         self.commits.restart(self._as_it_goes_on(saved))
         self.residency.commits.base = saved.step
         restore_generators(saved.random, self.device.torch_device)
+
+    def _as_all_have(self, found: Manifest) -> Manifest:
+        """Returns the newest commit that is whole on every rank; `found` is on this one."""
+        if self._peers is None:
+            return found
+        while len({*(commits := self._peers.told("whole state", found.commit))}) > 1:
+            if found.commit == (least := min(commits)):
+                continue
+            older = manifests.before(self.folder, found)
+            damage = None if older is None else self._first_damage(older)
+            if older is None or older.commit != least or damage is not None:
+                raise DamagedStateError(
+                    f"the state after step {found.step} is damaged on another rank, and {self.folder} does not hold the one "
+                    f"before it{f' whole: {damage}' if damage else ''}",
+                    hint="put back folders that were saved together, or start over with checkpoint.resume=never",
+                )
+            self.say(f"falling back to the state after step {older.step}, which is intact on every rank")
+            found = older
+        return found
+
+    def _evaluate_as_first(self) -> None:
+        """Takes over what rank 0 knows of evaluations: others may have committed the same step before it was evaluated."""
+        if self._peers is not None:
+            known = (self.standing.evaluated, *self.standing.evaluated_before)
+            told = self._peers.told("evaluated", [one and asdict(one) for one in known])[0]
+            last, *before = (one and from_json(Evaluated, one) for one in told)
+            self.standing.evaluated, self.standing.evaluated_before = last, tuple(before)
 
     def _as_it_goes_on(self, saved: Manifest) -> Manifest:
         """Records at once what the recipe says now, so that the next run need not be told of its changes again."""
@@ -317,6 +363,11 @@ class Saver:
         names = (SPARE, LOSSES, *manifests.BESIDE)
         beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
+        share = None
+        if (peers := self._peers) is not None:
+            newest = self.commits.newest
+            commit = 1 + (0 if newest is None else newest.commit) if is_whole else 0
+            share = RankShare(rank=peers.rank, count=peers.count, owners=self.files.model.owners, commit=commit)
         stages = self.files.describe(self.residency.records, ready.stored_as) if is_whole else ()
         return Manifest(
             run=standing.run,
@@ -348,6 +399,7 @@ class Saver:
             peak_after_warmup=standing.peak_after_warmup,
             settings=ready.settings,
             changes=standing.changes,
+            share=share,
         )
 
     def _release_disk(self) -> None:

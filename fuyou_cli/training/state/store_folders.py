@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
 import os
+import re
 import stat
 import struct
 import time
@@ -61,6 +63,24 @@ class StorePart:
     index: int
     count: int
     first: str
+
+
+def of_rank(rank: int | str) -> str:
+    """Returns how the name of a folder ends that holds the share of one rank of several."""
+    return f".r{rank}"
+
+
+def unranked(folder: Path) -> Path:
+    """Returns the folder that one process alone would have in place of a rank's."""
+    return folder.with_name(re.sub(rf"{re.escape(of_rank(''))}[0-9]+$", "", folder.name))
+
+
+def ranked(folder: Path) -> list[Path]:
+    """Returns the folders of all ranks beside that of one, as far as they are there; of a run of one process just it."""
+    alone = unranked(folder)
+    if alone == folder:
+        return [folder]
+    return sorted(alone.parent.glob(f"{glob.escape(alone.name)}{of_rank('[0-9]*')}"))
 
 
 def is_plain(path: str) -> bool:

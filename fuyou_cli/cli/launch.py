@@ -1,0 +1,180 @@
+"""Starts the ranks of `fuyou finetune --nproc N` by torch's launcher, and gives each rank's messages their place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.core.paths import open_own
+
+from . import error_screen
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.peers import Place
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LOOK = 0.2  # seconds between looks at the launcher
+_LOGS = "ranks"  # in an output_dir
+
+
+def run_ranks(count: int, words: Sequence[str]) -> None:
+    """Runs `fuyou WORDS` in `count` processes on this box, the ranks of one run. Raises the error of the first that fails."""
+    if count < 1:
+        raise UsageError(f"there is no run of {count} processes", hint="--nproc takes 2 or more; leave it out for one")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # whatever ends a rank is said once
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=os.urandom(8).hex(), rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
+    )  # fmt: skip
+    # in a thread of its own: in the main one the launcher would end all ranks at the first signal, unsaved after 30 s
+    with _passing_signals_on(), ThreadPoolExecutor(max_workers=1) as thread:
+        launched = thread.submit(elastic_launch(config, sys.executable), "-m", "fuyou_cli", *words)
+        while not launched.done():
+            wait([launched], timeout=_LOOK)  # a signal is handled between two of these
+    error = launched.exception()
+    if isinstance(error, ChildFailedError):
+        rank, failure = error.get_first_failure()
+        raise _ended(rank, failure.exitcode)
+    if error is not None:
+        raise FuyouError(f"torch's launcher failed: {error}") from error
+
+
+def _ended(rank: int, code: int) -> FuyouError:
+    """Makes the error of a rank that ended with a code, or by a signal where that is below 0."""
+    if code == error_screen.INTERRUPTED:
+        return Interrupted("stopped, with the ranks' last step saved", hint="the same command goes on")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    error = FuyouError(f"rank {rank} {how}", hint="why is said above, or in output_dir/ranks; the same command goes on")
+    error.exit_code = max(code, 1)
+    return error
+
+
+@contextmanager
+def _passing_signals_on() -> Iterator[None]:
+    """Passes what would stop a run on to the ranks, which have sessions of their own: they save, and end."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in _children():
+            with suppress(ProcessLookupError):
+                os.kill(child, number)
+
+    before = {number: signal.getsignal(number) for number in _PASSED_ON}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _children() -> list[int]:
+    """Returns the processes that any thread of this one has started."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+class QuietRank:
+    """Keeps what a rank other than the first writes away from the terminal: in memory until its run may write, then in
+    output_dir/ranks. So one run has one display."""
+
+    def __init__(self) -> None:
+        self._held, self._terminal = os.memfd_create("fuyou-rank"), os.dup(2)
+        self._send_to(self._held)
+
+    def write_to(self, out: Path, rank: int) -> None:
+        """From now on, and what was written so far, goes to a file of `out`."""
+        folder = out / _LOGS
+        folder.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_own(folder / f"{rank}.log", anew=True), "wb") as file:
+            file.write(self._so_far())
+            file.flush()
+            self._send_to(file.fileno())
+
+    def back(self) -> None:
+        """Gives the rank the terminal again."""
+        self._send_to(self._terminal)
+
+    def _so_far(self) -> bytes:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        size = os.fstat(self._held).st_size
+        return os.pread(self._held, size, 0)
+
+    def _send_to(self, file: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number in (1, 2):
+            os.dup2(file, number)
+
+
+class Rank:
+    """One rank in this process, with the place for its messages. An error ends the process with the context: its connections
+    would wait for peers that are lost."""
+
+    def __init__(self, place: Place, recipe: Recipe) -> None:
+        from fuyou_cli.training.alike import refuse_keys
+        from fuyou_cli.training.peers import Peers
+
+        refuse_keys(recipe)
+        self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout)
+        self._quiet = None if self.peers.is_first else QuietRank()
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            try:
+                self.peers.told("over", None)
+                self.peers.part(None)
+                return
+            except FuyouError as lost:
+                error = lost
+        error = self.peers.explained(error)
+        self.peers.part(error)
+        self._show_if_nobody_else_does()
+        code = error_screen.report(error)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+    def may_write(self, out: Path) -> None:
+        """Goes on once the first rank has claimed its output_dir, and nothing refuses the run any more."""
+        self.peers.told("claimed", None)
+        if self._quiet is not None:
+            self._quiet.write_to(out, self.peers.rank)
+
+    def stores(self, mine: Path) -> tuple[Path, ...]:
+        """Returns the folders of all ranks' stores, which are closed then; none on the ranks that do not export."""
+        folders = [Path(folder) for folder in self.peers.told("store", str(mine))]
+        return tuple(folders) if self.peers.is_first else ()
+
+    def _show_if_nobody_else_does(self) -> None:
+        """Gives a rank the terminal for what ended it, where the first rank has another box and another terminal."""
+        peers = self.peers
+        if self._quiet is not None and peers.hosts[peers.rank] != peers.hosts[0]:
+            self._quiet.back()
+
+
+def options_of(given: Mapping[str, Any]) -> list[str]:
+    """Returns the words of the options that were given."""
+    return [word for name, value in given.items() if value for word in ((name,) if value is True else (name, str(value)))]

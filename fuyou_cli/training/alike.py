@@ -1,0 +1,59 @@
+"""What ranks of one run must have alike, and what several of them cannot do yet: refused by name, before a byte is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..core.errors import UsageError
+from .peers import Peers
+from .prepare import Inspected, Ready, device_name
+from .state.resume import library_versions
+
+if TYPE_CHECKING:
+    from ..recipe.schema import Recipe
+
+# What each box may have of its own, beside how fast it goes.
+_OF_A_BOX = (
+    "version", "output_dir", "dataset.cache_dir", "dataset.num_workers", "model.cache_dir", "offload.dir", "offload.max_memory",
+    "offload.io", "offload.measure", "offload.ssd_write_limit", "logging", "train.nproc",
+)  # fmt: skip
+
+
+def refuse_keys(recipe: Recipe) -> None:
+    """Raises UsageError for what one process can do and several ranks cannot yet."""
+    asked = {
+        "eval.keep_best=true": recipe.eval.keep_best,
+        "eval.samples": recipe.eval.samples is not None,
+        "train.compile=true": recipe.train.compile,
+        "dataset.streaming=true": recipe.dataset.streaming,
+        "offload.device=cuda": recipe.offload.device != "cpu" and device_name(recipe) == "cuda",
+    }
+    if wrong := [key for key, is_asked in asked.items() if is_asked]:
+        raise UsageError(
+            f"several ranks cannot train with {', '.join(wrong)} yet", hint="leave it out, or train in one process: no --nproc"
+        )
+
+
+def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
+    """Raises UsageError on every rank if one has another recipe, other versions or another kind of device than rank 0."""
+    recipe = inspected.recipe
+    if recipe.export.at_end and len({*peers.hosts}) > 1:
+        raise UsageError(
+            "export.at_end is true, but the first rank does not reach the stores of other boxes",
+            hint="write export.at_end: false; bring the stores to one box, at their paths, and `fuyou export` joins them",
+        )
+    settings = {
+        key: value
+        for key, value in recipe.settings().items()
+        if not any(key == name or key.startswith(f"{name}.") for name in _OF_A_BOX)
+    }
+    versions = {f"version of {name}": version for name, version in library_versions(recipe).items()}
+    device = {"kind of device": inspected.device, "kind of processor": torch.backends.cpu.get_cpu_capability()}
+    peers.refuse_unlike("recipe", {**settings, **versions, **device})
+
+
+def refuse_unlike_data(ready: Ready, peers: Peers) -> None:
+    """Raises UsageError on every rank if one has read another model or other data than rank 0."""
+    peers.refuse_unlike("data", {f"content of {name}": digest for name, digest in ready.fingerprints.items()})

@@ -1,0 +1,391 @@
+"""The ranks that train one model together: how a process joins them, and how they agree, wait for one another and end.
+
+A launcher (torchrun, `fuyou finetune --nproc`) gives each process its rank by five variables. What ranks tell one another
+before the steps goes through the launcher's store, as JSON; what they tell in every step through gloo. Neither is encrypted.
+
+Three things tell of a lost peer. Its connection closes when it dies: a thread waits for each peer's farewell. It writes why it
+failed into the store, if it can. And it counts its heartbeats there: one that froze stops counting, and so does the store
+where the launcher is gone. Then this process ends too, at the latest some seconds later: what is committed stays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import FuyouError, Interrupted, PeerLost, UsageError
+from ..core.json_files import from_json, one_line
+from ..spec.plan import Numerics, Plan
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ..engine.ranks import Ranks
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANKED = _NAMES[:3]  # MASTER_ADDR alone may be a shell's
+# Where each process of another tool finds how many there are, if they are more than one.
+_STARTED_BY = {
+    "SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun",
+    "NNODES": "a script for torchrun",
+}  # fmt: skip
+_LINE = (
+    "let torchrun start it, on every box: torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
+    "--rdzv-endpoint BOX1:29500 -m fuyou_cli finetune RECIPE (under Slurm: srun torchrun ...); on one box fuyou finetune "
+    "RECIPE --nproc 2"
+)
+_FOREVER = timedelta(days=90)  # gloo's longest wait; frozen peers are found by their heartbeat
+_JOINING = timedelta(minutes=10)
+_BEAT = 1.0  # seconds between heartbeats
+_LOOK = 0.01  # seconds between looks at the store
+_NAMED = 0.002  # the same while a commit waits
+_REASON = 0.5  # seconds that a failed peer has to write why
+_LINGER = 1.0  # seconds that the first rank waits for the others once it has failed
+_GRACE = 3.5  # seconds from a peer's loss until this process ends whatever it does
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Says which process this is, as its launcher has it."""
+
+    rank: int
+    count: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """Returns this process's place among several, or None where it is the only one. Raises UsageError for an environment that
+    says only half of it, as other tools' do."""
+    given = [name for name in _NAMES if environ.get(name)]
+    if len(given) == len(_NAMES):
+        return _place(environ)
+    if ranked := [name for name in given if name in _RANKED]:
+        missing = ", ".join(name for name in _NAMES if name not in given)
+        raise UsageError(f"{', '.join(ranked)} set in the environment, but not {missing}", hint=_LINE)
+    for name, tool in _STARTED_BY.items():
+        if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
+            raise UsageError(f"{tool} has started {environ[name]} processes ({name}), but none has a RANK", hint=_LINE)
+    return None
+
+
+def _place(environ: Mapping[str, str]) -> Place | None:
+    wrong = [name for name in _NAMES if name != "MASTER_ADDR" and not environ[name].isdecimal()]
+    if wrong:
+        raise UsageError(f"{wrong[0]} in the environment is no number: {one_line(environ[wrong[0]])}", hint=_LINE)
+    rank, count, local_rank, port = (int(environ[name]) for name in _NAMES if name != "MASTER_ADDR")
+    if rank >= max(count, 1):
+        raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {count}", hint=_LINE)
+    if count < 2:
+        return None
+    return Place(rank=rank, count=count, local_rank=local_rank, address=environ["MASTER_ADDR"], port=port)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alike:
+    """Holds what the plans of all ranks have alike. Rank 0 chooses it, for the whole model."""
+
+    numerics: Numerics
+    sweeps: int
+    norm_first: bool
+    commit_every: int | None
+
+
+class Peers:
+    """One rank's view of all. Every rank calls the same methods in the same order. `peer_timeout`: seconds without a heartbeat
+    after which a peer is lost."""
+
+    def __init__(self, place: Place, *, peer_timeout: int) -> None:
+        self.rank, self.count, self.local_rank = place.rank, place.count, place.local_rank
+        self.is_first = place.rank == 0
+        self.alike: Alike | None = None  # once rank 0 has planned
+        self.ends_together = False  # all ranks end now, so none is missed
+        self._others = [rank for rank in range(place.count) if rank != place.rank]
+        self._timeout, self._said, self._known = peer_timeout, 0, dict[str, Any]()
+        self._lock, self._lost = threading.Lock(), list[FuyouError]()
+        self._is_over = threading.Event()
+        self._store = _joined_store(place)
+        self._committing, self._beating = self._store.clone(), self._store.clone()  # one for each thread
+        self.hosts: list[str] = self._told("host", socket.gethostname())
+        mates = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        self.local_count, self.measures = len(mates), mates[0] == self.rank
+        self.ranks, self._farewells = _joined_gloo(place, self._store, self.hosts)
+        self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
+        self._answered = time.monotonic()  # when the store last answered
+        others = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_store)]
+        for thread in (*self._watches, *others):
+            thread.start()
+
+    def named(self, rank: int) -> str:
+        return f"rank {rank} on {self.hosts[rank]}"
+
+    # ---- before the steps ----------------------------------------------------------------------------------------
+
+    def told(self, what: str, value: Any) -> list[Any]:
+        """Returns what every rank tells of `what`, by rank. Raises PeerLost."""
+        return self._told(what, value)
+
+    def _told(self, what: str, value: Any) -> list[Any]:
+        self._said += 1
+        keys = [f"{self._said} {what}/{rank}" for rank in range(self.count)]
+        with self._naming_what_is_lost():
+            self._store.set(keys[self.rank], json.dumps(value))
+            for key in keys:
+                while not self._store.check([key]):
+                    self.check()
+                    time.sleep(_LOOK)
+            return [json.loads(self._store.get(key)) for key in keys]
+
+    def of_first(self, what: str, make: Callable[[], Any]) -> Any:
+        """Returns what rank 0 makes, once for the whole run."""
+        if what not in self._known:
+            self._known[what] = self.told(what, make() if self.is_first else None)[0]
+        return self._known[what]
+
+    def choose_alike(self, plan: Plan | None) -> Alike:
+        """Returns what all plans have alike. `plan`: rank 0's."""
+        mine = None
+        if plan is not None:
+            mine = asdict(
+                Alike(
+                    numerics=plan.numerics, sweeps=plan.sweeps, norm_first=plan.norm_first, commit_every=plan.commit_every
+                )
+            )  # fmt: skip
+        self.alike = from_json(Alike, self.of_first("what plans have alike", lambda: mine))
+        return self.alike
+
+    def refuse_unlike(self, what: str, mine: Mapping[str, Any]) -> None:
+        """Raises UsageError on every rank if one has other values than rank 0, and names the first of them."""
+        first, *others = self.told(what, dict(mine))
+        for rank, theirs in enumerate(others, start=1):
+            for key in sorted({*first, *theirs}):
+                if first.get(key) != theirs.get(key):
+                    raise UsageError(
+                        f"{self.named(rank)} has another {key} than {self.named(0)}: {_shown(theirs.get(key))}, "
+                        f"not {_shown(first.get(key))}",
+                        hint="start every rank with the same recipe, data, versions and kind of device; only offload.dir, "
+                        "offload.max_memory, output_dir and the folders of caches may differ from box to box",
+                    )
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    def asking(self, asks: bool) -> int | None:
+        """Returns the first rank that asks for something now, or None. Raises PeerLost."""
+        self.check()
+        return next((rank for rank, one in enumerate(self.ranks.gather(asks)) if one), None)
+
+    def named_by_all(self, commit: int) -> None:
+        """Returns when every rank has named the commit of this number. The thread of commits calls it."""
+        key = f"commit {commit}"
+        with self._naming_what_is_lost():
+            self._committing.add(key, 1)
+            while self._committing.add(key, 0) < self.count:
+                self.check()
+                time.sleep(_NAMED)
+
+    # ---- losing a peer -------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises an error if a peer is lost."""
+        if self._lost:
+            raise self._lost[0]
+
+    @contextmanager
+    def _naming_what_is_lost(self) -> Iterator[None]:
+        """Raises what is lost in place of an error of the store, whose holder has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            until = time.monotonic() + 2 * _BEAT
+            while not self._lost and time.monotonic() < until:
+                time.sleep(_LOOK)
+            self.check()
+            raise _gone() from error
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Returns the error that ends this rank. For a connection that failed, and for a launcher's signal, it is why, as soon
+        as that is known."""
+        if self.ends_together or not isinstance(error, PeerLost | Interrupted | KeyboardInterrupt):
+            return error
+        until = time.monotonic() + 2 * _REASON
+        while not self._lost and time.monotonic() < until:
+            time.sleep(_LOOK)
+        return self._lost[0] if self._lost else error
+
+    def _watch(self, peer: int) -> None:
+        """Waits until a peer says farewell, or its connection closes."""
+        import torch
+        import torch.distributed as dist
+
+        try:
+            dist.recv(torch.zeros(1, dtype=torch.uint8), src=peer, group=self._farewells)
+        except RuntimeError:
+            self._lose(self._error_of(peer, "its connection closed: it was killed, or its box went away"))
+
+    def _beat(self) -> None:
+        """Counts this rank's heartbeats, and looks at those of the others."""
+        seen = {peer: (b"", time.monotonic()) for peer in self._others}
+        beats = 0
+        while not self._is_over.wait(_BEAT):
+            beats += 1
+            try:
+                self._beating.set(f"beat {self.rank}", str(beats))
+                there = [peer for peer in self._others if self._beating.check([f"beat {peer}"])]
+                counts = {peer: self._beating.get(f"beat {peer}") for peer in there}
+            except RuntimeError:
+                self._lose(_gone())
+                return
+            self._answered = time.monotonic()
+            for peer, (count, since) in seen.items():
+                if counts.get(peer, b"") != count:
+                    seen[peer] = counts[peer], time.monotonic()
+                elif time.monotonic() - since > self._timeout:
+                    self._lose(self._error_of(peer, f"no sign of life for {self._timeout} s: train.peer_timeout"))
+                    return
+
+    def _watch_store(self) -> None:
+        """Looks whether the heartbeat still comes through: who holds the store, the launcher or rank 0, may be frozen."""
+        while not self._is_over.wait(_BEAT):
+            if time.monotonic() - self._answered > self._timeout:
+                self._lose(_gone(f"has not answered for {self._timeout} s (train.peer_timeout)"))
+                return
+
+    def _lose(self, error: FuyouError) -> None:
+        """Notes the first loss, and ends this process if it has not ended by itself some seconds later."""
+        with self._lock:
+            if self._lost or self._is_over.is_set():
+                return
+            self._lost.append(error)
+        threading.Thread(target=self._end_late, args=(error,), daemon=True).start()
+
+    def _error_of(self, peer: int, how: str) -> FuyouError:
+        """Returns the error for a lost peer: its own, if it had the time to write it into the store."""
+        key, until = f"failed {peer}", time.monotonic() + _REASON
+        with suppress(RuntimeError):
+            store = self._store.clone()
+            while not (has_told := store.check([key])) and time.monotonic() < until:
+                time.sleep(_LOOK)
+            if has_told:
+                told = json.loads(store.get(key))
+                error = FuyouError(f"{self.named(peer)} has failed: {one_line(told['message'])}", hint=told["hint"])
+                error.exit_code = int(told["code"])
+                return error
+        return PeerLost(peer, self.hosts[peer], how)
+
+    def _end_late(self, error: FuyouError) -> None:
+        if not self._is_over.wait(_GRACE):
+            os.write(2, f"error: {error.message}\n".encode(errors="replace"))
+            os._exit(error.exit_code)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def part(self, error: BaseException | None) -> None:
+        """Says farewell. A rank that has failed says why, and leaves its connections to the system: they close."""
+        self._is_over.set()
+        if error is not None and not self.ends_together:
+            if error not in self._lost:
+                self._say_why(error)
+                self._linger()
+            return
+        import torch
+        import torch.distributed as dist
+
+        with suppress(RuntimeError):
+            for peer in self._others:
+                dist.send(torch.ones(1, dtype=torch.uint8), dst=peer, group=self._farewells)
+        for thread in self._watches:
+            thread.join(timeout=_GRACE)
+
+    def _linger(self) -> None:
+        """Gives the others the time to read what they have been told: the first rank may hold the store."""
+        until = time.monotonic() + _LINGER
+        for thread in self._watches if self.is_first else ():
+            thread.join(timeout=max(0.0, until - time.monotonic()))
+
+    def _say_why(self, error: BaseException) -> None:
+        told: dict[str, Any] = {"message": f"{type(error).__name__}: {error}", "hint": None, "code": 1}
+        if isinstance(error, FuyouError):
+            told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
+        with suppress(RuntimeError):
+            self._store.set(f"failed {self.rank}", json.dumps(told))
+
+
+def _gone(how: str = "is gone") -> FuyouError:
+    what = f"the store in which ranks meet, which the launcher holds, or rank 0 without one, {how}"
+    return FuyouError(what, hint="start all ranks again: they go on from the last commit")
+
+
+def _shown(value: Any) -> str:
+    text = one_line(json.dumps(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ---- joining -----------------------------------------------------------------------------------------------------------
+
+
+def _joined_store(place: Place) -> Any:
+    """Returns the store that all ranks meet in. Raises UsageError if they do not come."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=_JOINING))
+    except (RuntimeError, OSError) as error:
+        raise UsageError(
+            f"rank {place.rank} of {place.count} cannot join at {place.address}:{place.port}: {one_line(str(error))}",
+            hint="start all ranks, and let the boxes reach that port",
+        ) from error
+    return dist.PrefixStore("fuyou", store)  # type: ignore[attr-defined]
+
+
+def _joined_gloo(place: Place, store: Any, hosts: Sequence[str]) -> tuple[Ranks, dist.ProcessGroup]:
+    """Connects every rank with every other one. Returns what they compute a step by, and the group in which they say
+    farewell."""
+    import torch.distributed as dist
+
+    from ..engine.ranks import Ranks
+
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(place, alone=len({*hosts}) == 1)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_FOREVER)
+        return Ranks(hosts=hosts), dist.new_group(backend="gloo", timeout=_FOREVER)
+    except RuntimeError as error:
+        raise UsageError(
+            f"rank {place.rank} on {hosts[place.rank]} cannot connect with the others: {one_line(str(error))}",
+            hint="GLOO_SOCKET_IFNAME names the network interface that the boxes reach one another by",
+        ) from error
+
+
+def _interface(place: Place, *, alone: bool) -> str:
+    """Returns the network interface that the route to the master begins at, or an empty string. gloo would take the one of the
+    host's own name, which many a box has on its loopback. `alone`: all ranks are on this box."""
+    if alone:
+        return "lo"
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.address, place.port))  # sends nothing
+        if (found := _interface_of(probe, probe.getsockname()[0])) != "lo":
+            return found
+        probe.connect(("192.0.2.1", 9))  # an address of nobody: the way out of this box
+        return _interface_of(probe, probe.getsockname()[0])
+    return ""
+
+
+def _interface_of(probe: socket.socket, address: str) -> str:
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # it has no address
+            found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""

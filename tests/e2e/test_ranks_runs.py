@@ -1,0 +1,194 @@
+"""One model over two processes: the commands that start them, what they leave, and what is left of them when one is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.training.state import manifest as manifests
+
+from .conftest import HANGS, NewProject, Project, write_llama
+
+STEPS = 40
+ENDS = 5.0  # seconds in which ranks end that have lost a peer or their launcher
+CHANGES = {"train.max_steps": STEPS, "train.peer_timeout": "20s"}
+
+
+@pytest.fixture(scope="module")
+def blocks(materials: Path) -> Path:
+    """A Llama with a block for each rank, and one more."""
+    return write_llama(materials, "blocks", hidden_size=32, intermediate_size=64, num_hidden_layers=3)
+
+
+@pytest.fixture
+def project(new_project: NewProject, blocks: Path) -> Callable[[str], Project]:
+    return lambda name: new_project(name, {**CHANGES, "model.name_or_path": str(blocks)})
+
+
+@contextmanager
+def started(project: Project, *words: str | Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Starts a command in a group of its own. Nothing that it has started is left when the context ends."""
+    environment = {**project.environment(), **variables}
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words)], cwd=project.folder, env=environment, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    ranks: list[int] = []
+    try:
+        yield process
+        ranks = list(ranks_of(process.pid).values())
+    finally:
+        for pid in (*ranks_of(process.pid).values(), *ranks):
+            _kill(pid)
+        process.kill()
+        process.communicate()
+
+
+def fuyou(project: Project, *words: str | Path) -> tuple[str | Path, ...]:
+    return ("-m", "fuyou_cli", "finetune", project.recipe, "--assume-rates", *words)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a command that ends well has written."""
+    out, _ = process.communicate(timeout=HANGS)
+    assert process.returncode == 0, out
+    return out
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """The process of each rank that a launcher has started."""
+    found: dict[int, int] = {}
+    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in map(int, task.read_text().split()):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(one.partition(b"=")[2]): pid for one in variables if one.startswith(b"RANK=")}
+    return found
+
+
+def until_step(project: Project, step: int) -> None:
+    """Waits until a step is in the log of the first rank."""
+    until = time.monotonic() + HANGS
+    while not (project.out / "log.jsonl").exists() or max(project.losses(), default=0) < step:
+        assert time.monotonic() < until, "no such step"
+        time.sleep(0.005)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def is_there(pid: int) -> bool:
+    """Tells whether a process runs. Nobody may have asked for the end of one whose parent was killed."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def sums_of(project: Project) -> dict[tuple[str, str], int]:
+    """The checksum of everything that the newest manifests name, of whatever rank: by stage and tensor."""
+    found = {}
+    for path in project.folder.rglob(manifests.NAME):
+        saved = manifests.read(path.parent)
+        assert saved is not None and saved.step == STEPS
+        found |= {(stage.name, name): extent.sum for stage in saved.stages for name, extent in stage.extents()}
+    return found
+
+
+def assert_alike(ours: Project, theirs: Project) -> None:
+    assert ours.losses() == theirs.losses()
+    assert sums_of(ours) == sums_of(theirs)
+    assert files_of(ours.out / "model") == files_of(theirs.out / "model")
+
+
+def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project]) -> None:
+    """`fuyou finetune --nproc 2`, of which a rank is killed, then the launcher, and torchrun: exports, states and losses of one
+    process, bit for bit."""
+    one, ranks, torchrun = map(project, ("one", "ranks", "torchrun"))
+    done = one.fuyou("finetune", one.recipe, "--assume-rates")
+    assert done.returncode == 0, done.stderr
+
+    with started(ranks, *fuyou(ranks, "--nproc", "2")) as launcher:
+        until_step(ranks, 5)
+        _kill(ranks_of(launcher.pid)[1])
+        begun = time.monotonic()
+        out, _ = launcher.communicate(timeout=HANGS)
+        assert time.monotonic() - begun < ENDS, out
+        assert launcher.returncode == 1
+        assert f"rank 1 on {socket.gethostname()} was lost" in out, out
+
+    with started(ranks, *fuyou(ranks, "--nproc", "2")) as launcher:
+        until_step(ranks, max(ranks.losses()) + 5)
+        pids = ranks_of(launcher.pid).values()
+        _kill(launcher.pid)
+        begun = time.monotonic()
+        while any(map(is_there, pids)):
+            assert time.monotonic() - begun < ENDS, "ranks outlive their launcher"
+            time.sleep(0.02)
+
+    with started(ranks, *fuyou(ranks, "--nproc", "2")) as launcher:
+        assert "resuming after step" in ended(launcher)
+    assert_alike(ranks, one)
+    assert (ranks.out / "ranks" / "1.log").is_file() and not (ranks.out / "ranks" / "0.log").exists()
+
+    words = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--local-ranks-filter",
+        "0",
+        "--tee",
+        "3",
+        *fuyou(torchrun),
+    )
+    with started(torchrun, *words) as launcher:
+        ended(launcher)
+    assert_alike(torchrun, one)
+
+    refused = ranks.fuyou("finetune", ranks.recipe)
+    assert refused.returncode == 2 and "N was 2: run with --nproc 2, or `fuyou export`" in refused.stderr
+    verified = ranks.fuyou("verify", ranks.out)
+    assert verified.returncode == 0 and verified.stdout.count("all checksums match") >= 2, verified.stdout
+    exported = ranks.fuyou("export", ranks.recipe, ranks.folder / "again")
+    assert exported.returncode == 0, exported.stderr
+    assert files_of(ranks.folder / "again") == files_of(one.out / "model")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_unlike_ranks_are_refused_before_a_byte_is_written(project: Callable[[str], Project]) -> None:
+    one, other = project("one"), project("other")
+    recipe = other.recipe.read_text()
+    other.recipe.write_text(recipe.replace("weight_decay: 0.1", "weight_decay: 0.2"))
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        started(one, *fuyou(one), RANK="0", LOCAL_RANK="0", **place) as first,
+        started(other, *fuyou(other), RANK="1", LOCAL_RANK="1", **place) as second,
+    ):
+        out, _ = first.communicate(timeout=HANGS)
+        second.communicate(timeout=HANGS)
+    assert (first.returncode, second.returncode) == (2, 2), out
+    assert "rank 1 on" in out and "has another optimizer.weight_decay than rank 0" in out and "0.2, not 0.1" in out
+    for each in (one, other):
+        assert not each.out.exists()
+        assert not list(each.folder.rglob("store.bin"))

@@ -1,0 +1,170 @@
+"""From which commit ranks go on: every pair of what two folders may hold, as real manifests on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.spec.plan import Numerics
+from fuyou_cli.training.peers import Place, place_of
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.at_rest import saved_store
+from fuyou_cli.training.state.manifest import Manifest, RankShare
+from fuyou_cli.training.state.recovery import Offer, agreed_commit, offer_of, one_back
+
+K = 5
+NUMERICS = Numerics(
+    compute_dtype="float32", accumulate_dtype="float32", batch_size=1, micro_batch_size=1, max_seq_len=8, head_chunk_tokens=0,
+    torch_threads=1, seed=0,
+)  # fmt: skip
+SAVED = Manifest(
+    run="a", files=("/nowhere/store.bin",), parts=(), companions=(), stripe=4096, store_size=0, state="committed", step=0,
+    written_total=0, model_dir="", architecture="", compute_dtype="float32", numerics=NUMERICS, fingerprints={}, libraries={},
+    random={}, stages=(),
+)  # fmt: skip
+
+
+def commit(number: int, rank: int, *, run: str = "a", count: int = 2) -> Manifest:
+    """The commit of this number, which is of the step before it: the loaded model is the first."""
+    share = RankShare(rank=rank, count=count, owners=(0, 1), commit=number)
+    return replace(SAVED, run=run, step=max(0, number - 1), share=share)
+
+
+def make(folder: Path, state: str, rank: int) -> None:
+    """Leaves what a rank of a run may leave."""
+    folder.mkdir(parents=True)
+    newest = {"k-1": K - 1, "k": K, "k+1": K + 1, "damaged": K + 1, "alone": K + 1, "loaded": 1}.get(state)
+    if newest is not None:
+        if state not in ("alone", "loaded"):
+            manifests.write(folder, commit(newest - 1, rank))
+        manifests.write(folder, commit(newest, rank), keep=(folder / manifests.NAME).exists())
+    if state == "damaged":
+        (folder / manifests.NAME).write_text("{")
+    if state == "loading":
+        manifests.write(folder, replace(commit(0, rank), state="loading"))
+
+
+def offered(folder: Path, rank: int) -> Offer:
+    """What a rank offers, as it finds it (`resume.find_saved`)."""
+    newest, _ = manifests.newest(folder)
+    saved = None if newest is None or newest.state == "loading" else newest
+    return offer_of(saved, folder, rank=rank, host=f"box{rank}")
+
+
+# by pairs of states, in either order: the commit that both go on from, None to begin anew, or what the error names
+EXPECTED = {
+    ("k", "k"): K,
+    ("k", "k+1"): K,
+    ("k", "damaged"): K,  # its newest manifest cannot be read: it holds k as the one before
+    ("k+1", "k+1"): K + 1,
+    ("k+1", "damaged"): K,
+    ("damaged", "damaged"): K,
+    ("k-1", "k"): K - 1,
+    ("k-1", "k-1"): K - 1,
+    ("k-1", "k+1"): ("after step 5", "after step 3"),  # two apart: not of one moment
+    ("k-1", "damaged"): ("after step 4", "after step 3"),  # the one before k is gone with the manifest that replaced it
+    ("alone", "k+1"): K + 1,
+    ("alone", "alone"): K + 1,
+    ("alone", "k"): ("after step 5", "after step 4"),  # the one before is not there
+    ("alone", "damaged"): ("after step 5", "after step 4"),
+    ("alone", "k-1"): ("after step 5", "after step 3"),
+    ("gone", "gone"): None,
+    ("loading", "loading"): None,
+    ("gone", "loading"): None,
+    ("loaded", "gone"): None,  # nothing was trained yet
+    ("loaded", "loading"): None,
+    ("loaded", "loaded"): 1,
+    ("loaded", "k"): ("after step 4", "after step 0"),
+}
+GONE = {(state, gone) for state in ("k-1", "k", "k+1", "damaged", "alone") for gone in ("gone", "loading")}
+STATES = ("k-1", "k", "k+1", "damaged", "alone", "gone", "loading", "loaded")
+
+
+@pytest.mark.parametrize(("one", "other"), [*product(STATES, STATES)])
+def test_pair_of_local_states(tmp_path: Path, one: str, other: str) -> None:
+    for rank, state in enumerate((one, other)):
+        make(tmp_path / f"x.r{rank}", state, rank)
+    offers = [offered(tmp_path / f"x.r{rank}", rank) for rank in range(2)]
+    if (one, other) in GONE or (other, one) in GONE:
+        lost = 1 if (one, other) in GONE else 0
+        with pytest.raises(UsageError, match=rf"x\.r{lost} \(rank {lost} on box{lost}\) holds no saved state"):
+            agreed_commit(offers)
+        return
+    expected = EXPECTED.get((one, other), EXPECTED.get((other, one), "two apart"))
+    if isinstance(expected, tuple | str):
+        with pytest.raises(UsageError) as error:
+            agreed_commit(offers)
+        for words in expected if isinstance(expected, tuple) else (r"rank 0 on box0", "rank 1 on box1"):
+            assert words in error.value.message
+        return
+    assert agreed_commit(offers) == expected
+    for rank in range(2) if expected is not None else ():
+        goes_back(tmp_path / f"x.r{rank}", expected)
+
+
+def goes_back(folder: Path, expected: int | None) -> None:
+    """A rank finds the commit in its folder, and is at it once it has gone back."""
+    saved = saved_store(folder)
+    found = saved if saved.manifest.commit == expected else one_back(saved)
+    assert found.manifest.commit == expected
+    found.check_current()
+    if found.problem:
+        manifests.go_back(folder, found.manifest)
+    assert manifests.newest(folder) == (found.manifest, "")
+
+
+def test_every_rank_counts(tmp_path: Path) -> None:
+    for rank, state in enumerate(("k+1", "k+1", "k")):
+        make(tmp_path / str(rank), state, rank)
+    offers = [replace(offered(tmp_path / str(rank), rank), count=3) for rank in range(3)]
+    assert agreed_commit(offers) == K
+
+
+def test_other_runs_and_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
+    make(tmp_path / "0", "k", 0)
+    make(tmp_path / "1", "k", 1)
+    first, second = (offered(tmp_path / str(rank), rank) for rank in range(2))
+    with pytest.raises(UsageError, match=r"1 \(rank 1 on box1\) holds another run than"):
+        agreed_commit([first, replace(second, run="b")])
+    empty = Offer(rank=2, host="box2", folder="somewhere")
+    with pytest.raises(UsageError, match="trained by 2 ranks, not by 3 ranks") as error:
+        agreed_commit([first, second, empty])
+    assert error.value.hint is not None and error.value.hint.startswith("N was 2: run with --nproc 2, or `fuyou export`")
+
+
+# ---- environments ------------------------------------------------------------------------------------------------------
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "box", "MASTER_PORT": "29500"}
+
+
+def test_a_whole_environment_is_joined() -> None:
+    assert place_of(WHOLE) == Place(rank=1, count=3, local_rank=0, address="box", port=29500)
+    assert place_of({**WHOLE, "RANK": "0", "WORLD_SIZE": "1"}) is None, "one process is not several"
+    for alone in ({}, {"MASTER_ADDR": "box"}, {"SLURM_STEP_NUM_TASKS": "1"}, {"NNODES": "1"}):
+        assert place_of(alone) is None
+
+
+@pytest.mark.parametrize("left_out", WHOLE)
+def test_half_an_environment_is_told_what_lacks(left_out: str) -> None:
+    with pytest.raises(UsageError, match=rf"but not {left_out}$") as error:
+        place_of({name: value for name, value in WHOLE.items() if name != left_out})
+    assert error.value.hint is not None and "torchrun --nnodes 2" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun has started 4 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 processes"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "a script for torchrun has started 2 processes"),
+        ({**WHOLE, "RANK": "3"}, "RANK is 3, but WORLD_SIZE is 3"),
+        ({**WHOLE, "MASTER_PORT": "http"}, "MASTER_PORT in the environment is no number: http"),
+    ],
+)
+def test_other_tools_are_told_what_to_write(environment: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        place_of(environment)
