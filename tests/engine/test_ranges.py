@@ -74,7 +74,7 @@ def test_adapters_on_attention_beside_frozen_experts(dtype: Any, tmp_path: Path)
     def run(size: int) -> Outcome:
         subject = Decided(FAMILIES["deepseek_v3, groups"], Shape(dtype=dtype, experts=size), adapter=LORA)
         assert not any(stage.trained for stage in subject.spec.stages if stage.expert_range is not None)
-        return outcome(subject, tmp_path / str(size), 3, clip=0.5, optimizer=SMOOTH)
+        return outcome(subject, tmp_path / str(size), 2, clip=0.5, optimizer=SMOOTH)
 
     whole, *cut = [run(size) for size in (0, 4, 1)]
     _assert_as_whole(whole if dtype == "float32" else cut[0], cut)
@@ -82,7 +82,7 @@ def test_adapters_on_attention_beside_frozen_experts(dtype: Any, tmp_path: Path)
 
 def test_adapters_of_experts(tmp_path: Path) -> None:
     subjects = [Adapted("qwen3_moe", Shape(experts=size)) for size in (0, 4, 1)]
-    whole, *cut = [outcome(one, tmp_path / str(n), 4, clip=0.5, optimizer=SMOOTH) for n, one in enumerate(subjects)]
+    whole, *cut = [outcome(one, tmp_path / str(n), 2, clip=0.5, optimizer=SMOOTH) for n, one in enumerate(subjects)]
     _assert_as_whole(whole, cut)
 
 
@@ -113,7 +113,7 @@ def test_balanced(tmp_path: Path) -> None:
     for size in (0, 2):
         subject = Decided(FAMILIES["qwen3_moe"], Shape(router_aux_loss=0.05, experts=size))
         with Rig(subject, tmp_path / str(size), clip=0.5, optimizer=SMOOTH) as rig:
-            rig.run(4)
+            rig.run(2)
             found.append(([one.aux_loss for one in rig.outcomes], rig.weights()))
             sent.append([one.sent for one in rig.outcomes])
     assert sent[0] == sent[1]
