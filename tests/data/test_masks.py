@@ -15,7 +15,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.formats import Chat
 from fuyou_cli.data.reading import prompt_of
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.tokenise import Tokeniser
+from fuyou_cli.data.tokenise import Conversations, Tokeniser
 
 from .conftest import CHATML, CHATML_MARKED, CHATML_UNMARKED, Tokenise, Write, save_tokenizer
 from .test_formats import learnt, whole
@@ -445,6 +445,14 @@ def test_what_a_template_has_learnt(case: str, write: Write, tokenise: Tokenise,
     rows = tokenise(write("chat.jsonl", [_chat(*each) for each in answers]), chat_template=template)
     assert [learnt(rows, tokenizer, number) for number in range(len(said))] == said
     assert rows.summary.noted == noted
+
+
+def test_marks_that_overlap_are_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the library says that they begin and end."""
+    found = ["x" * 20], [[(8, 12), (2, 9), (3, 5), (15, 15)]]
+    monkeypatch.setattr("transformers.utils.chat_template_utils.render_jinja_template", lambda **_: found)
+    chat = Chat(messages=({"role": "user", "content": "a"},))
+    assert Conversations(tokenizer, template="any")._marks(chat) == [(2, 12)]
 
 
 def test_two_marks_of_the_last_answer(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
