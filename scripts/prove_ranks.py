@@ -2,7 +2,7 @@
 """Shows that several ranks of torch.distributed end bitwise as one process: losses, norms, weights and states.
 
     python scripts/prove_ranks.py
-    half an hour on two cores; to try it: --only llama
+    a quarter of an hour on two cores; to try it: --only llama
 
 Every family of the tests and two mixtures, in float32 and bfloat16, on 2 ranks and on 3, with stages dealt as a run deals them
 and drawn by a seed; then the cases of tests/engine/test_ranks.py on 3 ranks. Each rank is a process of one thread, joined by

@@ -96,6 +96,8 @@ class Lookahead:
                 if self._last_step:
                     return False
                 index -= count
+                if index >= count:  # a rank may have fewer visits than it looks ahead
+                    break
             visit = self.visits[index]
             if visit.sum_gradients:
                 resuming = resuming and visit.resume and self._residency.try_resume_gradients(self._owner(visit))

@@ -78,6 +78,10 @@ def test_bytes_of_the_stores_are_those_of_one(workers: Workers) -> None:
     assert tuple(map(sum, zip(*(seen.moved for seen in among), strict=True))) == alone.moved
 
 
+def test_a_rank_with_fewer_visits_than_it_looks_ahead(workers: Workers) -> None:
+    compare(CASES["frozen below"], workers, 3)
+
+
 def test_waits_have_names(workers: Workers) -> None:
     _, (first, second) = compare(Case(family="llama", way={"home": "cpu"}), workers, 2)
     assert "boundary of rank 1" in first.stalls and "boundary of rank 0" in second.stalls
