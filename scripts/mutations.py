@@ -210,7 +210,7 @@ RECIPE_AND_CLI = (
         "recipe/test_rules.py",
     ),
     Mutation("if recipe.dataset.streaming and recipe.train.max_steps is None:", "if False:", "recipe/test_rules.py"),
-    Mutation("if len(raw) > MAX_BYTES:", "if len(raw) > 100 * MAX_BYTES:", "recipe/test_errors.py recipe/test_any_input.py"),
+    Mutation("if len(raw) > MAX_BYTES:", "if len(raw) > 100 * MAX_BYTES:", "hostile/test_json_files.py"),
     Mutation("if references > _MOST_REFERENCES:", "if False:", "recipe/test_any_input.py recipe/test_errors.py"),
     Mutation(
         "(diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column)",
