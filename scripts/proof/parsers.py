@@ -22,7 +22,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelFacts, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from fuyou_cli.training.state.manifest import Manifest, RankShare, StoredExtent, StoredStage, StoredTensor
 from fuyou_cli.training.state.store_folders import PART_FILE, read_part
 
 _DIGEST = b',\n"digest": "'
@@ -121,15 +121,16 @@ def manifest() -> Manifest:
         companions=("/nowhere/run/companions/config.json", "/nowhere/run/spare"), stripe=1 << 22, store_size=1 << 23,
         state="committed", step=3, model_dir="/nowhere/model", compute_dtype="bfloat16",
         sources=(), numerics=replace(example(Numerics), compute_dtype="bfloat16"), fingerprints={"model": "00", "data": "11"},
-        random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, stages=(stage, bare),
+        random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, stages=(stage, bare), share=None,
     )  # fmt: skip
 
 
 def _manifest_bytes() -> list[bytes]:
     filling = replace(manifest(), state="loading", stages=())
+    shared = replace(manifest(), share=RankShare(rank=1, count=2, owners=(1, 0), commit=4))
     with TemporaryDirectory() as folder:
         written = []
-        for one in (manifest(), filling):
+        for one in (manifest(), filling, shared):
             manifests.write(Path(folder), one)
             written.append((Path(folder) / manifests.NAME).read_bytes())
     return written

@@ -195,15 +195,15 @@ def test_a_process_that_is_ended_is_replaced_and_a_wait_can_be_given_up(
     write: Write, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     dataset = section(write("t.jsonl", [{"text": text} for text in TEXTS]), streaming=True)
-    wanted = _batches(stream(dataset, tokenizer_dir, tmp_path / "one"), range(30))
+    wanted = _batches(stream(dataset, tokenizer_dir, tmp_path / "one"), range(80))
     made = stream(dataset, tokenizer_dir, tmp_path / "other")
     worker = made._entries[0]._worker
     process = worker._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
-    assert not made.is_ready(29, lambda: True)
+    assert not made.is_ready(79, lambda: True)
     process.kill()
-    assert _batches(made, range(30)) == wanted and worker._process is not process
+    assert _batches(made, range(80)) == wanted and worker._process is not process
 
 
 STALLED = """
