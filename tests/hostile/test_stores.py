@@ -16,8 +16,9 @@ import pytest
 from proof.parsers import manifest, with_digest
 
 from fuyou_cli.core import json_files
-from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.errors import FuyouError, UnreadableError, UsageError
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.at_rest import find_saved_store
 from fuyou_cli.training.state.manifest import Manifest, StoredStage
 from fuyou_cli.training.state.store_folders import (
     LOSSES,
@@ -180,6 +181,20 @@ def test_a_manifest_that_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=", not a plain file"):
         manifests.newest(tmp_path)
     assert ", not a plain file" in read_store(tmp_path / manifests.NAME).refused[0]
+
+
+@pytest.mark.parametrize("read", [manifests.read, manifests.seals, find_saved_store])
+def test_a_manifest_whose_bytes_cannot_be_read_now(read: Callable[[Path], object], tmp_path: Path) -> None:
+    """Whoever reads them first. What stands for it opens, and then gives no bytes: EIO."""
+    (tmp_path / manifests.NAME).symlink_to("/proc/self/mem")
+    with pytest.raises(UnreadableError, match=r"manifest\.json: cannot be read: Input/output error"):
+        read(tmp_path)
+
+
+def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text("{}")
+    with pytest.raises(UsageError, match="cannot hold a store: it is a file"):
+        find_saved_store(file)
 
 
 def test_states_of_generators_that_none_takes() -> None:

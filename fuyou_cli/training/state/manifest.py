@@ -358,14 +358,14 @@ def seals(directory: Path) -> tuple[bytes | None, ...]:
 def _end(path: Path) -> bytes | None:
     try:
         descriptor = open_plain(path)
+        try:
+            return os.pread(descriptor, _SEAL, max(0, os.fstat(descriptor).st_size - _SEAL))
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if error.errno in (errno.ENOENT, *NO_FILE):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, *NO_FILE):  # `read` says what is wrong with a folder that is none
             return None
         raise unreadable(path, error) from None
-    try:
-        return os.pread(descriptor, _SEAL, max(0, os.fstat(descriptor).st_size - _SEAL))
-    finally:
-        os.close(descriptor)
 
 
 def read(directory: Path, name: str = NAME) -> Manifest | None:
