@@ -126,7 +126,7 @@ def _finetune(
 
 def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool, peers: Peers | None = None) -> Ready:
     """Takes every step from the recipe to a run. A saved run's plan is shown only when nothing can refuse the run any more.
-    Raises UsageError or PlanError. `ranks` must have the same recipe and data before anything is written."""
+    Raises UsageError or PlanError. `peers` must have the same recipe and data before anything is written."""
     say = write_status
     try:
         with TransferDisplay(status_console()) as progress:

@@ -1,7 +1,7 @@
 """Defines `HardwareProfile`: the machine as it was measured or described in a file, with the date.
 
 Rates are bytes or FLOPs per second. A rate of 0 means "not measured", and its work takes no time. A size of 0 means "not
-known". The rates that every plan needs are never 0 in a profile read from a file (`wrong_rates`).
+known". The rates that every plan needs are never 0 in a profile read from a file (`machine/profile`).
 """
 
 from __future__ import annotations
