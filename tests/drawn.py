@@ -46,4 +46,6 @@ def crossed(count: int, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     numbered = [list(enumerate(values)) for values in axes.values()]
     places = [[at for at, _ in chosen] for chosen in product(*numbered)]
     cases = [tuple(value for _, value in chosen) for chosen in product(*numbered)]
+    quick = zip(*(at for at in places if sum(at) % count == 0), strict=True)
+    assert [len({*found}) for found in quick] == [*map(len, numbered)], "a value is in slow cases alone: take a smaller count"
     return pytest.mark.parametrize(tuple(axes), quick_and_slow(cases, lambda number: sum(places[number]) % count == 0))

@@ -239,7 +239,7 @@ def test_steps_equal_plain_pytorch_with_the_models_own_attention(tmp_path: Path)
 
 
 @crossed(
-    4,
+    2,
     dtype=["float32", "bfloat16"],
     way=[
         {"kept": "all"}, {"sweeps": 3}, {"kept": "all", "boundaries": "ssd", "device": "emulated"},
