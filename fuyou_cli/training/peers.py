@@ -108,7 +108,7 @@ class Peers:
 
     def __init__(self, place: Place, *, peer_timeout: int) -> None:
         self.rank, self.count, self.local_rank = place.rank, place.count, place.local_rank
-        self.is_first = place.rank == 0
+        self.is_first, self._meeting = place.rank == 0, f"{place.address}:{place.port}"
         self.alike: Alike | None = None  # once rank 0 has planned
         self.ends_together = False  # all ranks end now, so none is missed
         self._others = [rank for rank in range(place.count) if rank != place.rank]
@@ -211,7 +211,7 @@ class Peers:
             while not self._lost and time.monotonic() < until:
                 time.sleep(_LOOK)
             self.check()
-            raise _gone() from error
+            raise self._meeting_lost() from error
 
     def explained(self, error: BaseException) -> BaseException:
         """Returns the error that ends this rank. For a connection that failed, and for a launcher's signal, it is why, as soon
@@ -244,7 +244,7 @@ class Peers:
                 there = [peer for peer in self._others if self._beating.check([f"beat {peer}"])]
                 counts = {peer: self._beating.get(f"beat {peer}") for peer in there}
             except RuntimeError:
-                self._lose(_gone())
+                self._lose(self._meeting_lost())
                 return
             self._answered = time.monotonic()
             for peer, (count, since) in seen.items():
@@ -258,8 +258,13 @@ class Peers:
         """Looks whether the heartbeat still comes through: who holds the store, the launcher or rank 0, may be frozen."""
         while not self._is_over.wait(_BEAT):
             if time.monotonic() - self._answered > self._timeout:
-                self._lose(_gone(f"has not answered for {self._timeout} s (train.peer_timeout)"))
+                self._lose(self._meeting_lost(f"has not answered for {self._timeout} s (train.peer_timeout)"))
                 return
+
+    def _meeting_lost(self, how: str = "is gone") -> FuyouError:
+        """Returns the error for the store in which ranks meet. Which peer holds it may be unknown, but its box is not."""
+        what = f"the store on {self._meeting} in which ranks meet, which the launcher holds, or rank 0 without one, {how}"
+        return FuyouError(what, hint="start all ranks again: they go on from the last commit")
 
     def _lose(self, error: FuyouError) -> None:
         """Notes the first loss, and ends this process if it has not ended by itself some seconds later."""
@@ -319,11 +324,6 @@ class Peers:
             told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
         with suppress(RuntimeError):
             self._store.set(f"failed {self.rank}", json.dumps(told))
-
-
-def _gone(how: str = "is gone") -> FuyouError:
-    what = f"the store in which ranks meet, which the launcher holds, or rank 0 without one, {how}"
-    return FuyouError(what, hint="start all ranks again: they go on from the last commit")
 
 
 def _shown(value: Any) -> str:
