@@ -18,8 +18,8 @@ from proof.parsers import manifest, with_digest
 from fuyou_cli.core import json_files
 from fuyou_cli.core.errors import FuyouError, UnreadableError, UsageError
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import find_saved_store
-from fuyou_cli.training.state.manifest import Manifest, StoredStage
+from fuyou_cli.training.state.at_rest import find_saved_store, find_store
+from fuyou_cli.training.state.manifest import Manifest, RankShare, StoredStage
 from fuyou_cli.training.state.store_folders import (
     LOSSES,
     PART_FILE,
@@ -195,6 +195,23 @@ def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
     (file := tmp_path / "file").write_text("{}")
     with pytest.raises(UsageError, match="cannot hold a store: it is a file"):
         find_saved_store(file)
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "stages"), [(1, 2, 1), (1, 10**15, 2), (0, 2, 2), (5, 2, 2)], ids=["stages", "count", "twice", "rank"]
+)
+def test_shares_that_are_not_of_one_run(rank: int, count: int, stages: int, tmp_path: Path) -> None:
+    """One with fewer stages, both of more ranks than a machine could list, twice the same, a rank that is none."""
+    for number, share in enumerate((_share(0, count), _share(rank, count))):
+        (folder := tmp_path / f"run.r{number}").mkdir()
+        saved = replace(manifest(), share=share)
+        manifests.write(folder, replace(saved, stages=saved.stages[: stages if number else None]))
+    with pytest.raises(UsageError, match="not the stores of all ranks of one run"):
+        find_store(tmp_path)
+
+
+def _share(rank: int, count: int) -> RankShare:
+    return RankShare(rank=rank, count=count, owners=(0, 1), commit=4)
 
 
 def test_states_of_generators_that_none_takes() -> None:

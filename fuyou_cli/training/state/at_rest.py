@@ -311,20 +311,27 @@ def whole_store(folders: Sequence[Path]) -> SavedStore:
     if len(found) == 1 and found[0].manifest.share is None:
         return found[0]
     shares = [one.manifest.share for one in found]
-    count = next((share.count for share in shares if share is not None), 1)
-    if [share and share.rank for share in shares] != list(range(count)) or len({one.manifest.run for one in found}) > 1:
-        names = ", ".join(str(one.folder) for one in found)
-        raise UsageError(
-            f"{names}: not the stores of all ranks of one run ({count} ranks)",
-            hint="bring the folders of all ranks to one box, each at its own path, and name the folder that they are in",
-        )
+    wanted = [(rank, len(found)) for rank in range(len(found))]
+    if [share and (share.rank, share.count) for share in shares] != wanted or len({one.manifest.run for one in found}) > 1:
+        raise _unlike(found)
     least = min(one.manifest.commit for one in found)
     found = [one if one.manifest.commit == least else _before(one, least) for one in found]
+    if len({len(one.manifest.stages) for one in found}) > 1:
+        raise _unlike(found)
     stages = tuple(
         next((one for one in same if one.params), same[0]) for same in zip(*(o.manifest.stages for o in found), strict=True)
     )
     first = found[0]
     return replace(first, manifest=replace(first.manifest, stages=stages), shares=tuple(found))
+
+
+def _unlike(found: Sequence[SavedStore]) -> UsageError:
+    names = ", ".join(str(one.folder) for one in found)
+    count = next((one.manifest.share.count for one in found if one.manifest.share is not None), 1)
+    return UsageError(
+        f"{names}: not the stores of all ranks of one run ({count} ranks)",
+        hint="bring the folders of all ranks to one box, each at its own path, and name the folder that they are in",
+    )
 
 
 def _before(store: SavedStore, commit: int) -> SavedStore:
