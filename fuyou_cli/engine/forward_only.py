@@ -131,6 +131,7 @@ class ForwardOnly:
         """Returns the logits of the tokens that follow those `at` (row, place): (len(at), vocabulary) float32, in host memory.
         Only inside `open`. `batch`, `last`: as in `losses`."""
         visits = self._executor.visits
+        assert visits.link is None, "only one of several ranks has the head (alike.refuse_keys)"
         visits.begin_round(last=last)
         hidden = self._hidden(batch.tensors()[0], batch)
         visits.divide(())
@@ -141,9 +142,8 @@ class ForwardOnly:
         """Visits all stages, and yields those that own parameters with their weights: 1-D, in the compute dtype, on the device.
         Only inside `open`. A stage's weights are there until the next one is asked for; ask for all, or call `stop_ahead`."""
         visits = self._executor.visits
+        assert visits.link is None, "each of several ranks has some of them (alike.refuse_keys)"
         visits.begin_round(last=True)
-        if visits.link is not None:
-            visits.link.rest()
         visits.look_up(None)
         for planned in self.schedule.visits:
             visit, flat = visits.enter(planned.phase, planned.stage)

@@ -119,11 +119,11 @@ class Incoming:
 
 class Link:
     """Passes boundaries for one executor. `lend`: gives memory for a whole batch; `made`: what the calls of stages return, by
-    stage; `taken`, `given`: bytes of boundaries so far."""
+    stage; `received_bytes`, `sent_bytes`: of boundaries so far."""
 
     def __init__(self, ranks: Ranks, model: ModelSpec, made: dict[int, Made], *, lend: Lend, wait_until: WaitUntil) -> None:
         self.ranks, self._model, self._made, self._lend, self._wait_until = ranks, model, made, lend, wait_until
-        self.taken = self.given = 0
+        self.received_bytes = self.sent_bytes = 0
         listed = [call[0] for call in calls(model)]
         self._next = dict(pairwise(listed))
         self._before = {after: before for before, after in pairwise(listed)}
@@ -170,10 +170,6 @@ class Link:
     def _of(self, index: int) -> Exchange:
         return self._exchanges[index] if 0 <= index < len(self._exchanges) else NOTHING
 
-    def rest(self) -> None:
-        """Lets visits come in which nothing is computed, until the schedule begins anew."""
-        self._exchanges = ()
-
     # ---- receiving -----------------------------------------------------------------------------------------------
 
     def awaited(self, stage: int, *, backward: bool) -> torch.Tensor | None:
@@ -204,7 +200,7 @@ class Link:
             except RuntimeError as error:
                 raise self.ranks.lost(boundary.peer, error) from error
             self._receiver.put(work, ticket)
-            self.taken += target.nbytes
+            self.received_bytes += target.nbytes
         return incoming
 
     def awaits(self, whole: torch.Tensor) -> bool:
@@ -261,7 +257,7 @@ class Link:
         self._sender.put(work, ticket)
         self._sending[-1][1].append(ticket)
         self._sent += 1
-        self.given += part.nbytes
+        self.sent_bytes += part.nbytes
 
     def settle(self) -> None:
         """Waits until everything sent has left."""

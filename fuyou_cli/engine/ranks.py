@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,10 +33,6 @@ class Ranks:
         if hosts is None:
             self.hosts = tuple(self.gather(socket.gethostname()))
 
-    def another(self, timeout: timedelta | None = None) -> Ranks:
-        """Returns the same ranks in a group of their own, for another thread. All ranks must call it in the same order."""
-        return Ranks(dist.new_group(backend="gloo", timeout=timeout), self.hosts)
-
     def gather(self, value: Any) -> list[Any]:
         """Returns what every rank gave, by rank. `value`: of JSON. Raises PeerLost."""
         data = json.dumps(value).encode()
@@ -57,10 +52,6 @@ class Ranks:
             parts = [came[rank][8 : 8 + min(sizes[rank], _FIRST - 8)], *([left[rank]] if rank in left else [])]
             found[rank] = json.loads(b"".join(part.numpy().tobytes() for part in parts))
         return [found[rank] for rank in range(self.size)]
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Returns what rank `root` gave. Others' values are not looked at. Raises PeerLost."""
-        return self.gather(value if self.rank == root else None)[root]
 
     def share(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Fills a tensor in host memory with that of rank `root`, and returns it. Raises PeerLost."""

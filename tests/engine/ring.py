@@ -141,7 +141,7 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = ()) -> Seen:
         if not error:
             rig.executor.drain()
         counters, link = rig.counters(), rig.executor.visits.link
-        crossed = (0, 0) if link is None else (link.taken, link.given)
+        crossed = (0, 0) if link is None else (link.received_bytes, link.sent_bytes)
         if case.evaluates and not error:
             forward = ForwardOnly(rig.executor)
             with forward.open():
