@@ -103,8 +103,11 @@ def _measured(arguments: list[str], directories: Iterable[Path]) -> tuple[int, s
     command = [sys.executable, "-m", "fuyou_cli", "bench", *arguments]
     package = str(Path(__file__).resolve().parents[2])  # so that the process runs this very fuyou
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1":
+        del environment["OMP_NUM_THREADS"]  # torchrun gives each of its processes one thread: the machine has more
     try:
-        code, err = _run(command, {**os.environ, "PYTHONPATH": path}, directories)
+        code, err = _run(command, environment, directories)
     except subprocess.TimeoutExpired:
         return FuyouError.exit_code, f"it took more than {duration(PATIENCE)}"
     except OSError as error:
