@@ -119,13 +119,19 @@ def finetune(
     if dry_run and trace is not None:
         raise UsageError("--dry-run and --trace cannot be used together", hint="a trace needs steps that ran")
     loaded = _loaded_recipe(recipe, overrides)
+    count = loaded.recipe.train.nproc if nproc is None else nproc
     if dry_run:
-        return _plan(loaded, dry_run=True, verbose=verbose)
-    if "RANK" not in os.environ and (count := loaded.recipe.train.nproc if nproc is None else nproc) != 1:
-        from .launch import options_of, run_ranks
+        return _plan(loaded, dry_run=True, verbose=verbose, ranks=count)
+    if count != 1:
+        from fuyou_cli.training.peers import place_of
 
-        given = {"--assume-rates": assume_rates, "--accept-changes": accept_changes, "--verbose": verbose, "--trace": trace}
-        return run_ranks(count, ["finetune", recipe, *(overrides or []), *options_of(given)])
+        if place_of(os.environ) is None:
+            from .launch import options_of, run_ranks
+
+            options = {
+                "--assume-rates": assume_rates, "--accept-changes": accept_changes, "--verbose": verbose, "--trace": trace
+            }  # fmt: skip
+            return run_ranks(loaded.recipe, count, ["finetune", recipe, *(overrides or []), *options_of(options)])
     from .finetune import run_finetune
 
     return run_finetune(loaded, measure=not assume_rates, accept_changes=accept_changes, verbose=verbose, trace=trace)
@@ -181,7 +187,9 @@ def plan(
     Shows where everything is kept and how long a step takes; if it does not fit, the changes that help. Trains nothing. The
     first plan on a machine measures it (about a minute). Exit code 3 when the run does not fit.
     """
-    _plan(_loaded_recipe(recipe, overrides), dry_run=dry_run, hardware=hardware, json_output=json_output, verbose=verbose)
+    loaded = _loaded_recipe(recipe, overrides)
+    ranks = loaded.recipe.train.nproc
+    _plan(loaded, dry_run=dry_run, hardware=hardware, json_output=json_output, verbose=verbose, ranks=ranks)
 
 
 @app.command()

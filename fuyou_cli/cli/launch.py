@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
 from fuyou_cli.core.paths import open_own
+from fuyou_cli.machine.profile import core_count
 
 from . import error_screen
 
@@ -27,24 +29,34 @@ _LOOK = 0.2  # seconds between looks at the launcher
 _LOGS = "ranks"  # in an output_dir
 
 
-def run_ranks(count: int, words: Sequence[str]) -> None:
+def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
     """Runs `fuyou WORDS` in `count` processes on this box, the ranks of one run. Raises the error of the first that fails."""
+    from fuyou_cli.training.alike import refuse_keys
+
     if count < 1:
         raise UsageError(f"there is no run of {count} processes", hint="--nproc takes 2 or more; leave it out for one")
+    if count > (cores := core_count()):
+        what = f"{count} processes need a core each, and this box lets them use {cores}"
+        raise UsageError(what, hint=f"--nproc {cores} or fewer (train.nproc)")
+    refuse_keys(recipe)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # whatever ends a rank is said once
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    package = str(Path(__file__).resolve().parents[2])  # so that the ranks run this very fuyou
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=os.urandom(8).hex(), rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
     )  # fmt: skip
     # in a thread of its own: in the main one the launcher would end all ranks at the first signal, unsaved after 30 s
-    with _passing_signals_on(), ThreadPoolExecutor(max_workers=1) as thread:
-        launched = thread.submit(elastic_launch(config, sys.executable), "-m", "fuyou_cli", *words)
+    with _signals_held() as held, ThreadPoolExecutor(max_workers=1) as thread:
+        # -P: a file tokenizers.py in the current directory must not stand in for the library
+        launched = thread.submit(elastic_launch(config, sys.executable), "-P", "-m", "fuyou_cli", *words)
         while not launched.done():
-            wait([launched], timeout=_LOOK)  # a signal is handled between two of these
+            wait([launched], timeout=_LOOK)  # a signal is taken between two of these
+            _pass_on(held)
     error = launched.exception()
     if isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
@@ -56,28 +68,37 @@ def run_ranks(count: int, words: Sequence[str]) -> None:
 def _ended(rank: int, code: int) -> FuyouError:
     """Makes the error of a rank that ended with a code, or by a signal where that is below 0."""
     if code == error_screen.INTERRUPTED:
-        return Interrupted("stopped, with the ranks' last step saved", hint="the same command goes on")
+        return Interrupted("stopped: what is saved is said above", hint="the same command goes on")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     error = FuyouError(f"rank {rank} {how}", hint="why is said above, or in output_dir/ranks; the same command goes on")
     error.exit_code = max(code, 1)
     return error
 
 
-@contextmanager
-def _passing_signals_on() -> Iterator[None]:
-    """Passes what would stop a run on to the ranks, which have sessions of their own: they save, and end."""
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for child in _children():
+def _pass_on(held: deque[int]) -> None:
+    """Passes what would stop a run on to the ranks, which have sessions of their own: they save, and end. Before they are
+    started it waits."""
+    while held and (children := _children()):
+        number = held.popleft()
+        for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, number)
+
+
+@contextmanager
+def _signals_held() -> Iterator[deque[int]]:
+    """Gives the signals that come, in order."""
+    held = deque[int]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
 
     before = {number: signal.getsignal(number) for number in _PASSED_ON}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # nohup
-            signal.signal(number, pass_on)
+            signal.signal(number, hold)
     try:
-        yield
+        yield held
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -175,6 +196,6 @@ class Rank:
             self._quiet.back()
 
 
-def options_of(given: Mapping[str, Any]) -> list[str]:
-    """Returns the words of the options that were given."""
-    return [word for name, value in given.items() if value for word in ((name,) if value is True else (name, str(value)))]
+def options_of(options: Mapping[str, Any]) -> list[str]:
+    """Returns the words of the options that were set."""
+    return [word for name, value in options.items() if value for word in ((name,) if value is True else (name, str(value)))]

@@ -35,10 +35,13 @@ def run_plan(
     hardware: str | None = None,
     json_output: bool = False,
     verbose: bool = False,
+    ranks: int = 1,
 ) -> bool:
-    """Plans, and returns whether the run fits. `hardware` describes a machine; without it, this one is planned for. Raises
-    PlanError if there is no plan (with --json also printed on stdout)."""
+    """Plans, and returns whether the run fits. `hardware` describes a machine; without it, this one is planned for. `ranks`: of
+    the run, whose plans are others. Raises PlanError if there is no plan (with --json also printed on stdout)."""
     notes = _Notes()
+    if ranks > 1:
+        notes(f"note: this plan is of one process. Each of {ranks} has its own, for its blocks: finetune shows the first one's")
     if hardware is None:
         check_output(loaded.recipe)
     try:
