@@ -84,13 +84,13 @@ def machine_here(
     first; of the ranks on a box one does so, while the others wait."""
     peers = inspected.peers
     if peers is not None and not peers.measures:
-        peers.told("measured", None)
+        peers.all_gather("measured", None)
     if measure and loaded.recipe.offload.measure:
         refused = inspected.known.facts.refusal  # none of its layers are computed
         layers = "" if refused else layers_of(inspected.recipe, inspected.model_dir, cores=core_count())
         measure_once(loaded, inspected.device, layers=layers, say=say)
     if peers is not None and peers.measures:
-        peers.told("measured", None)
+        peers.all_gather("measured", None)
     directories = run_directories(loaded.recipe)
     hardware = hardware_for(*directories, device=inspected.device, say=say, unloaded=inspected.known.unloaded_bytes)
     return hardware if peers is None else hardware.shared(peers.local_count), disks_of(inspected)

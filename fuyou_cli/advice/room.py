@@ -61,18 +61,22 @@ def room_of(prepared: Planned, *, described: bool = False) -> Room:
 
 
 def disks_of(resolved: Resolved) -> StoreDisks:
-    """Returns the room on the disks under the run's store: free, or already the store's."""
+    """Returns the room on the disks under the run's store: free, or already the store's. Ranks on one box share it out."""
     directories = resolved.directories
     systems = [existing(directory).stat().st_dev for directory in directories]
     exported = existing(export_folder(resolved.recipe, resolved.model_dir)).stat().st_dev
+    files = [(system, taken(directory / STORE_FILE)) for directory, system in zip(directories, systems, strict=True)]
+    ranks = 1
+    if (peers := resolved.peers) is not None:
+        ranks, files = peers.local_count, [file for files in peers.gather_on_box("store files", files) for file in files]
     shares = []
     for directory, system in zip(directories, systems, strict=True):
-        held = sum(taken(other / STORE_FILE) for other, on in zip(directories, systems, strict=True) if on == system)
-        free = disk.free_space(directory) + held
-        files = systems.count(system) * (1 if resolved.peers is None else resolved.peers.local_count)
-        shares.append(DiskShare(free=free, files=files, has_export=system == exported))
+        held = [size for on, size in files if on == system]
+        free = disk.free_space(directory) + sum(held)
+        shares.append(DiskShare(free=free, files=len(held), has_export=system == exported))
     places = {system: existing(directory) for system, directory in zip(systems, directories, strict=True)}
-    return StoreDisks(shares=tuple(shares), total=sum(shutil.disk_usage(place).total for place in places.values()))
+    total = sum(shutil.disk_usage(place).total for place in places.values())
+    return StoreDisks(shares=tuple(shares), total=total, ranks=ranks)
 
 
 def described_disks(hardware: HardwareProfile) -> StoreDisks:

@@ -255,7 +255,9 @@ def _train(
                 traced.enter_context(trace)  # written however the steps end
             _steps(planned, run, log, logging, verbose=verbose)
         gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # other devices do not count freed memory
-        report = beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak, say=write_status)
+        peers = planned.peers
+        own = None if peers is None else sum(peers.gather_on_box("seconds of compute", others.own()))
+        report = beside_plan(planned, run.report(), others.cores(own), gpu_peak=gpu_peak, say=write_status)
         stopped = run.stopping.requested and planned.recipe.export.at_end  # the next run of this command exports
         if log is not None and not stopped:
             _end_log(log, run, before, report)

@@ -165,7 +165,7 @@ class Rank:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             try:
-                self.peers.told("over", None)
+                self.peers.all_gather("over", None)
                 self.peers.part(None)
                 return
             except FuyouError as lost:
@@ -180,19 +180,19 @@ class Rank:
 
     def may_write(self, out: Path) -> None:
         """Goes on once the first rank has claimed its output_dir, and nothing refuses the run any more."""
-        self.peers.told("claimed", None)
+        self.peers.all_gather("claimed", None)
         if self._quiet is not None:
             self._quiet.write_to(out, self.peers.rank)
 
     def stores(self, mine: Path) -> tuple[Path, ...]:
         """Returns the folders of all ranks' stores, which are closed then; none on the ranks that do not export."""
-        folders = [Path(folder) for folder in self.peers.told("store", str(mine))]
+        folders = [Path(folder) for folder in self.peers.all_gather("store", str(mine))]
         return tuple(folders) if self.peers.is_first else ()
 
     def _show_if_nobody_else_does(self) -> None:
         """Gives a rank the terminal for what ended it, where the first rank has another box and another terminal."""
         peers = self.peers
-        if self._quiet is not None and peers.hosts[peers.rank] != peers.hosts[0]:
+        if self._quiet is not None and peers.boxes[peers.rank] != peers.boxes[0]:
             self._quiet.back()
 
 

@@ -39,7 +39,7 @@ def refuse_keys(recipe: Recipe) -> None:
 def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
     """Raises UsageError on every rank if one has another recipe, other versions or another kind of device than rank 0."""
     recipe = inspected.recipe
-    if recipe.export.at_end and len({*peers.hosts}) > 1:
+    if recipe.export.at_end and peers.local_count < peers.count:
         raise UsageError(
             "export.at_end is true, but the first rank does not reach the stores of other boxes",
             hint="write export.at_end: false; bring the stores to one box, at their paths, and `fuyou export` joins them",

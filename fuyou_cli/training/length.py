@@ -341,8 +341,10 @@ def learning_rate(recipe: Recipe, total_steps: int, *, peak_after_warmup: bool =
 class RunLimits:
     """Checks the limits of one process. Call `begin` before its first step, and `took` after each step."""
 
-    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, *, ranks: int = 1) -> None:
+        """`ranks`: on this box, each of which may write as much of `offload.ssd_write_limit`."""
         self._plan, self._seconds, self._bytes = plan, recipe.train.max_time, recipe.offload.ssd_write_limit
+        self._ranks = ranks
         self._interval = (plan.commit_every if plan.has_apart_commits else None) or 1
         self._took: deque[float] = deque(maxlen=self._interval)  # seconds of the last steps, including one with a commit
         self._first = self._step = self._begin = 0
@@ -375,9 +377,11 @@ class RunLimits:
         if self._bytes is None:
             return None
         due = self._begin + _written(plan, self._step - self._first, done=self._first)
-        if max(written, due) + step + saved_where_it_stops(plan) <= self._bytes:
+        if max(written, due) + step + saved_where_it_stops(plan) <= self._bytes // self._ranks:
             return None
-        return f"offload.ssd_write_limit={format_size(self._bytes)}: {gb(written)} were written, and a step writes {gb(step)}"
+        whose = f" by one of {self._ranks} ranks" if self._ranks > 1 else ""
+        limit = f"offload.ssd_write_limit={format_size(self._bytes)}"
+        return f"{limit}: {gb(written)} were written{whose}, and a step writes {gb(step)}"
 
 
 def check_loading(recipe: Recipe, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import socket
 import struct
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import FuyouError, Interrupted, PeerLost, UsageError
@@ -40,12 +42,12 @@ _STARTED_BY = {
     "NNODES": "a script for torchrun",
 }  # fmt: skip
 _LINE = (
-    "let torchrun start it, on every box: torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
-    "--rdzv-endpoint BOX1:29500 -m fuyou_cli finetune RECIPE (under Slurm: srun torchrun ...); on one box fuyou finetune "
-    "RECIPE --nproc 2"
+    "let torchrun start it, on every box: torchrun --nnodes 2 --node-rank 0 (1 on the other) --nproc-per-node 1 "
+    "--master-addr BOX1 --master-port 29500 -m fuyou_cli finetune RECIPE; on one box fuyou finetune RECIPE --nproc 2"
 )
 _FOREVER = timedelta(days=90)  # gloo's longest wait; frozen peers are found by their heartbeat
-_JOINING = timedelta(minutes=10)
+_JOINING = timedelta(minutes=10)  # in which all ranks have to be there and connected
+_CONNECTING = timedelta(minutes=2)
 _BEAT = 1.0  # seconds between heartbeats
 _LOOK = 0.01  # seconds between looks at the store
 _NAMED = 0.002  # the same while a commit waits
@@ -60,7 +62,6 @@ class Place:
 
     rank: int
     count: int
-    local_rank: int
     address: str
     port: int
 
@@ -68,11 +69,11 @@ class Place:
 def place_of(environ: Mapping[str, str]) -> Place | None:
     """Returns this process's place among several, or None where it is the only one. Raises UsageError for an environment that
     says only half of it, as other tools' do."""
-    given = [name for name in _NAMES if environ.get(name)]
-    if len(given) == len(_NAMES):
+    present = [name for name in _NAMES if environ.get(name)]
+    if len(present) == len(_NAMES):
         return _place(environ)
-    if ranked := [name for name in given if name in _RANKED]:
-        missing = ", ".join(name for name in _NAMES if name not in given)
+    if ranked := [name for name in present if name in _RANKED]:
+        missing = ", ".join(name for name in _NAMES if name not in present)
         raise UsageError(f"{', '.join(ranked)} set in the environment, but not {missing}", hint=_LINE)
     for name, tool in _STARTED_BY.items():
         if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
@@ -84,12 +85,12 @@ def _place(environ: Mapping[str, str]) -> Place | None:
     wrong = [name for name in _NAMES if name != "MASTER_ADDR" and not environ[name].isdecimal()]
     if wrong:
         raise UsageError(f"{wrong[0]} in the environment is no number: {one_line(environ[wrong[0]])}", hint=_LINE)
-    rank, count, local_rank, port = (int(environ[name]) for name in _NAMES if name != "MASTER_ADDR")
+    rank, count, _, port = (int(environ[name]) for name in _NAMES if name != "MASTER_ADDR")
     if rank >= max(count, 1):
         raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {count}", hint=_LINE)
     if count < 2:
         return None
-    return Place(rank=rank, count=count, local_rank=local_rank, address=environ["MASTER_ADDR"], port=port)
+    return Place(rank=rank, count=count, address=environ["MASTER_ADDR"], port=port)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +108,7 @@ class Peers:
     after which a peer is lost."""
 
     def __init__(self, place: Place, *, peer_timeout: int) -> None:
-        self.rank, self.count, self.local_rank = place.rank, place.count, place.local_rank
+        self.rank, self.count = place.rank, place.count
         self.is_first, self._meeting = place.rank == 0, f"{place.address}:{place.port}"
         self.alike: Alike | None = None  # once rank 0 has planned
         self.ends_together = False  # all ranks end now, so none is missed
@@ -117,14 +118,16 @@ class Peers:
         self._is_over = threading.Event()
         self._store = _joined_store(place)
         self._committing, self._beating = self._store.clone(), self._store.clone()  # one for each thread
-        self.hosts: list[str] = self._told("host", socket.gethostname())
-        mates = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        self.boxes: list[list[str]] = self.all_gather("box", _box(), within=_JOINING.total_seconds())
+        self.hosts = [host for host, *_ in self.boxes]
+        mates = [rank for rank, box in enumerate(self.boxes) if box == self.boxes[self.rank]]
         self.local_count, self.measures = len(mates), mates[0] == self.rank
-        self.ranks, self._farewells = _joined_gloo(place, self._store, self.hosts)
-        self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
         self._answered = time.monotonic()  # when the store last answered
-        others = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_store)]
-        for thread in (*self._watches, *others):
+        for work in (self._beat, self._watch_store):  # a rank may end while the others connect
+            threading.Thread(target=work, daemon=True).start()
+        self.ranks, self._farewells = _joined_gloo(place, self._store, self.hosts, one_box=self.local_count == self.count)
+        self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
+        for thread in self._watches:
             thread.start()
 
     def named(self, rank: int) -> str:
@@ -132,25 +135,31 @@ class Peers:
 
     # ---- before the steps ----------------------------------------------------------------------------------------
 
-    def told(self, what: str, value: Any) -> list[Any]:
-        """Returns what every rank tells of `what`, by rank. Raises PeerLost."""
-        return self._told(what, value)
+    def gather_on_box(self, what: str, value: Any) -> list[Any]:
+        """Returns what every rank on this box tells of `what`, by rank. All ranks call it. Raises PeerLost."""
+        mine = self.boxes[self.rank]
+        return [value for value, box in zip(self.all_gather(what, value), self.boxes, strict=True) if box == mine]
 
-    def _told(self, what: str, value: Any) -> list[Any]:
+    def all_gather(self, what: str, value: Any, *, within: float = math.inf) -> list[Any]:
+        """Returns what every rank tells of `what`, by rank. `within`: seconds after which a rank that has told nothing counts
+        as lost. Raises PeerLost."""
         self._said += 1
         keys = [f"{self._said} {what}/{rank}" for rank in range(self.count)]
+        until = time.monotonic() + within
         with self._naming_what_is_lost():
             self._store.set(keys[self.rank], json.dumps(value))
-            for key in keys:
+            for rank, key in enumerate(keys):
                 while not self._store.check([key]):
                     self.check()
+                    if time.monotonic() > until:
+                        raise PeerLost(rank, "another box", f"it has not joined within {within:g} s")
                     time.sleep(_LOOK)
             return [json.loads(self._store.get(key)) for key in keys]
 
     def of_first(self, what: str, make: Callable[[], Any]) -> Any:
         """Returns what rank 0 makes, once for the whole run."""
         if what not in self._known:
-            self._known[what] = self.told(what, make() if self.is_first else None)[0]
+            self._known[what] = self.all_gather(what, make() if self.is_first else None)[0]
         return self._known[what]
 
     def choose_alike(self, plan: Plan | None) -> Alike:
@@ -167,7 +176,7 @@ class Peers:
 
     def refuse_unlike(self, what: str, mine: Mapping[str, Any]) -> None:
         """Raises UsageError on every rank if one has other values than rank 0, and names the first of them."""
-        first, *others = self.told(what, dict(mine))
+        first, *others = self.all_gather(what, dict(mine))
         for rank, theirs in enumerate(others, start=1):
             for key in sorted({*first, *theirs}):
                 if first.get(key) != theirs.get(key):
@@ -349,18 +358,30 @@ def _joined_store(place: Place) -> Any:
     return dist.PrefixStore("fuyou", store)  # type: ignore[attr-defined]
 
 
-def _joined_gloo(place: Place, store: Any, hosts: Sequence[str]) -> tuple[Ranks, dist.ProcessGroup]:
+def _box() -> list[str]:
+    """Returns the name of this box, and what tells it from another of this name. Ranks on one box share its memory, drives and
+    network. Containers beside one another are boxes of their own."""
+    found = [socket.gethostname()]
+    for path, read in (("/proc/sys/kernel/random/boot_id", Path.read_text), ("/proc/self/ns/net", os.readlink)):
+        with suppress(OSError):
+            found.append(str(read(Path(path))).strip())
+    return found
+
+
+def _joined_gloo(place: Place, store: Any, hosts: Sequence[str], *, one_box: bool) -> tuple[Ranks, dist.ProcessGroup]:
     """Connects every rank with every other one. Returns what they compute a step by, and the group in which they say
     farewell."""
     import torch.distributed as dist
 
     from ..engine.ranks import Ranks
 
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(place, alone=len({*hosts}) == 1)):
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(place, one_box=one_box)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_FOREVER)
-        return Ranks(hosts=hosts), dist.new_group(backend="gloo", timeout=_FOREVER)
+        # nothing goes through the first group: it finds out in time whether the boxes reach one another
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_CONNECTING)
+        of_steps, farewells = (dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(2))
+        return Ranks(of_steps, hosts), farewells
     except RuntimeError as error:
         raise UsageError(
             f"rank {place.rank} on {hosts[place.rank]} cannot connect with the others: {one_line(str(error))}",
@@ -368,10 +389,10 @@ def _joined_gloo(place: Place, store: Any, hosts: Sequence[str]) -> tuple[Ranks,
         ) from error
 
 
-def _interface(place: Place, *, alone: bool) -> str:
+def _interface(place: Place, *, one_box: bool) -> str:
     """Returns the network interface that the route to the master begins at, or an empty string. gloo would take the one of the
-    host's own name, which many a box has on its loopback. `alone`: all ranks are on this box."""
-    if alone:
+    host's own name, which many a box has on its loopback. `one_box`: all ranks are on this box."""
+    if one_box:
         return "lo"
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.address, place.port))  # sends nothing

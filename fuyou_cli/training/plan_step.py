@@ -260,7 +260,8 @@ class _Planner:
         saved = self._inspected.manifest
         owners = deal(model, peers.count) if saved is None or saved.share is None else saved.share.owners
         check_owners(model, owners, peers.count)
-        asked = replace(asked, cpu_budget=asked.cpu_budget // peers.local_count)
+        if not self._inspected.recipe.offload.max_memory.cpu.is_auto:  # auto is of this rank's part of the box already
+            asked = replace(asked, cpu_budget=asked.cpu_budget // peers.local_count)
         if (alike := peers.alike) is not None:
             asked = replace(asked, sweeps=alike.sweeps, norm_first=alike.norm_first, commit_every=alike.commit_every)
         elif asked.norm_first is None and not may_measure_first(model, asked):

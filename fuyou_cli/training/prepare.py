@@ -77,8 +77,8 @@ def best_copies(recipe: Recipe) -> int:
 class DiskShare:
     """Describes the disk under one file of a store. Bytes."""
 
-    free: int  # including what files of this store already hold there
-    files: int  # number of this store's files on this disk
+    free: int  # including what these already hold there
+    files: int  # number of files on this disk, of all stores that the run has on this box
     has_export: bool  # whether the exported model goes there too
 
 
@@ -88,11 +88,12 @@ class StoreDisks:
 
     shares: tuple[DiskShare, ...]  # one per file; files are striped, so the fullest disk limits all
     total: int  # bytes of all these disks; offload.max_memory.ssd may name a share of it
+    ranks: int = 1  # on this box, which share what is allowed
 
     def limit(self, recipe: Recipe) -> int | None:
-        """Resolves `offload.max_memory.ssd`. Returns None if it is auto."""
+        """Resolves `offload.max_memory.ssd` for one rank. Returns None if it is auto."""
         asked = recipe.offload.max_memory.ssd
-        return None if asked.is_auto else asked.resolve(total=self.total, auto=0)
+        return None if asked.is_auto else asked.resolve(total=self.total, auto=0) // self.ranks
 
     def budget(self, recipe: Recipe, export_bytes: int) -> int:
         """Returns the bytes that the store may use beside an export at the end and the best weights."""

@@ -86,7 +86,7 @@ class Run:
             self.standing.run = self._peers.of_first("run", lambda: self.standing.run)
         self._announce = announce
         self.stopping = StopRequests(announce, may_abandon=self._may_abandon, at_stake=self._at_stake, to_the_end=ends_process)
-        self._limits = RunLimits(planned.recipe, planned.plan)
+        self._limits = RunLimits(planned.recipe, planned.plan, ranks=1 if self._peers is None else self._peers.local_count)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
         self._announced_peak = 0  # bytes of RAM over the budget that were said

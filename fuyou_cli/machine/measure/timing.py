@@ -41,9 +41,14 @@ class BackgroundLoad:
         self._root = root
         self._began, self._busy, self._own = time.monotonic(), busy_seconds(root), own_seconds()
 
-    def cores(self) -> float:
-        """Returns the average since the start; 0 if the system does not tell."""
-        used = (busy_seconds(self._root) - self._busy) - (own_seconds() - self._own)
+    def own(self) -> float:
+        """Returns the CPU seconds of this process since the start."""
+        return own_seconds() - self._own
+
+    def cores(self, own: float | None = None) -> float:
+        """Returns the average since the start; 0 if the system does not tell. `own`: CPU seconds that are not others'; None: of
+        this process."""
+        used = (busy_seconds(self._root) - self._busy) - (self.own() if own is None else own)
         return round(max(0.0, used) / max(time.monotonic() - self._began, 1e-9), 3)
 
 

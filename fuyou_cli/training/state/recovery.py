@@ -95,7 +95,7 @@ def agreed_commit(offers: Sequence[Offer]) -> int | None:
 def saved_by_all(peers: Peers, saved: SavedStore | None, folder: Path) -> SavedStore | None:
     """Returns the state that this rank goes on from with all others; None: all begin anew. `saved`: its newest."""
     mine = offer_of(None if saved is None else saved.manifest, folder, rank=peers.rank, host=peers.hosts[peers.rank])
-    commit = agreed_commit([from_json(Offer, told) for told in peers.told("saved state", asdict(mine))])
+    commit = agreed_commit([from_json(Offer, told) for told in peers.all_gather("saved state", asdict(mine))])
     if commit is None or saved is None:
         return None
     return saved if saved.manifest.commit == commit else one_back(saved)

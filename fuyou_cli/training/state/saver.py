@@ -252,7 +252,7 @@ class Saver:
         newest, standing = self.commits.newest, self.standing
         is_news = newest is not None and newest.evaluated != standing.evaluated
         if self._peers is not None:  # some may have it in the commit of the step: all commit it, or none
-            is_news = any(self._peers.told("evaluation to commit", is_news))
+            is_news = any(self._peers.all_gather("evaluation to commit", is_news))
         if newest is not None and is_news:
             share = newest.share and replace(newest.share, commit=newest.commit + 1)
             self.commits.begin(
@@ -282,7 +282,7 @@ class Saver:
         """Returns the newest commit that is whole on every rank; `found` is on this one."""
         if self._peers is None:
             return found
-        while len({*(commits := self._peers.told("whole state", found.commit))}) > 1:
+        while len({*(commits := self._peers.all_gather("whole state", found.commit))}) > 1:
             if found.commit == (least := min(commits)):
                 continue
             older = manifests.before(self.folder, found)
@@ -301,7 +301,7 @@ class Saver:
         """Takes over what rank 0 knows of evaluations: others may have committed the same step before it was evaluated."""
         if self._peers is not None:
             known = (self.standing.evaluated, *self.standing.evaluated_before)
-            told = self._peers.told("evaluated", [one and asdict(one) for one in known])[0]
+            told = self._peers.all_gather("evaluated", [one and asdict(one) for one in known])[0]
             last, *before = (one and from_json(Evaluated, one) for one in told)
             self.standing.evaluated, self.standing.evaluated_before = last, tuple(before)
 
