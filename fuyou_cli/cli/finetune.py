@@ -328,15 +328,14 @@ def _export(planned: Planned, source: Path, rank: Rank | None = None) -> None:
     ranks the first writes it, from the stores of all."""
     from fuyou_cli.training.exporting import UntouchedError, export_store, how_to_load
 
-    stores = (source,) if rank is None else rank.stores(source)
-    if not stores:
+    if rank is not None and not rank.exports():
         return
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
         with TransferDisplay(status_console()) as transfers:
             export_store(
-                whole_store(stores), out, dtype=options.dtype, max_shard_size=options.max_shard_size,
+                whole_store(source), out, dtype=options.dtype, max_shard_size=options.max_shard_size,
                 model_dir=planned.model_dir, progress=partial(transfers, f"exporting to {out.name}"), say=write_status,
             )  # fmt: skip
     except KeyboardInterrupt:

@@ -184,10 +184,10 @@ class Rank:
         if self._quiet is not None:
             self._quiet.write_to(out, self.peers.rank)
 
-    def stores(self, mine: Path) -> tuple[Path, ...]:
-        """Returns the folders of all ranks' stores, which are closed then; none on the ranks that do not export."""
-        folders = [Path(folder) for folder in self.peers.all_gather("store", str(mine))]
-        return tuple(folders) if self.peers.is_first else ()
+    def exports(self) -> bool:
+        """Tells whether this rank exports the model. The stores of all ranks are closed then."""
+        self.peers.all_gather("closed", None)
+        return self.peers.is_first
 
     def _show_if_nobody_else_does(self) -> None:
         """Gives a rank the terminal for what ended it, where the first rank has another box and another terminal."""

@@ -33,8 +33,9 @@ from fuyou_cli.training.numerics import for_tensors
 from fuyou_cli.training.quantised_weights import DecodingReader
 from fuyou_cli.training.run_log import LOG, saved_of
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import OpenStore, SavedStore, at_rest, find_store, saved_store
+from fuyou_cli.training.state.at_rest import SavedStore, at_rest, find_store, whole_store
 from fuyou_cli.training.state.kept_companions import kept_adapter, kept_companions
+from fuyou_cli.training.state.manifest import Manifest
 
 _READ = 1 << 21  # elements of a store at once: no more than a store's window holds
 
@@ -180,7 +181,7 @@ def _store_of_output(source: Path) -> SavedStore | None:
     if store is None or (_output_of(source) != source and kept_adapter(store) is None):
         return None
     with suppress(UsageError):  # a damaged one: the caller says where it lies
-        saved = saved_store(store)
+        saved = whole_store(store)
         return saved if saved.manifest.state == "committed" else None
     return None
 
@@ -231,12 +232,14 @@ def open_for_inference(
             def bytes_read() -> int:
                 return sum(reader.bytes_read for reader in readers)
         else:
-            state = stack.enter_context(at_rest(found.store, arena_size=READ_ARENA, say=say))
-            weights = as_trained(found.store.folder, StoreWeights(state, dtype=found.dtype))
-            read, check = _of_store(found, state, weights), weights.check
+            shares = found.store.shares or (found.store,)
+            states = [stack.enter_context(at_rest(one, arena_size=READ_ARENA, say=say)) for one in shares]
+            memory -= (len(states) - 1) * READ_ARENA
+            weights = as_trained(found.store.folder, StoreWeights(*states, dtype=found.dtype))
+            read, check = _of_store(found, found.store.manifest, weights), weights.check
 
             def bytes_read() -> int:
-                return state.daemon.counters().read_bytes
+                return sum(state.daemon.counters().read_bytes for state in states)
 
         sizes = {"memory": memory, "device_memory": device_memory}
         stream = stack.enter_context(WeightStream(anatomy, read, dtype=dtype, device=device, pages=pages, **sizes))
@@ -294,12 +297,12 @@ def _of_files(found: FoundModel, entries: Mapping[str, TensorEntry], reader: Ten
     return lambda name, into, first: decoding.read_into(entries[name], into, first=first)
 
 
-def _of_store(found: FoundModel, state: OpenStore, weights: StoreWeights | MergedWeights) -> ReadInto:
-    stored_as = {base_name(tensor.name): tensor.stored_as for stage in state.manifest.stages for tensor in stage.tensors}
+def _of_store(found: FoundModel, saved: Manifest, weights: StoreWeights | MergedWeights) -> ReadInto:
+    stored_as = {base_name(tensor.name): tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
     shapes = {tensor.name: tensor.model_shape for stage in found.anatomy.stages for tensor in stage.tensors}
     known = {tensor.name: tensor for tensor in weights.tensors()}
-    if found.anatomy.buffers and state.manifest.untouched is not None:
-        left_alone(state.manifest.untouched, folder := Path(state.manifest.model_dir))
+    if found.anatomy.buffers and saved.untouched is not None:
+        left_alone(saved.untouched, folder := Path(saved.model_dir))
         entries_for(
             found.anatomy.model, open_checkpoint(folder), untouched=found.anatomy.untouched, parts=found.anatomy.parts
         )  # gives the buffers values

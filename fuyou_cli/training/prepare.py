@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.hub import Hub, Progress, has_tokenizer
-from ..core.disk import status_of
 from ..core.errors import UsageError
 from ..core.paths import folder
 from ..core.units import count
@@ -29,7 +28,7 @@ from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
 from .numerics import check_positions, check_tokens, note_slow_products
 from .state.at_rest import SavedStore
-from .state.manifest import Change, Manifest, Untouched
+from .state.manifest import Change, Manifest, Untouched, written_at
 from .state.recovery import saved_by_all
 from .state.resume import (
     REFUSED,
@@ -264,10 +263,10 @@ def run_directories(recipe: Recipe, *, rank: int | None = None) -> tuple[Path, .
 
 
 def store_of(recipe: Recipe) -> Path:
-    """Returns the first folder of the store that the recipe's runs continue; of a run of several ranks the first one's."""
+    """Returns the first folder of the store that the recipe's runs continue; of a run of several ranks the first one's. Where
+    both have trained the recipe it is the newer one's."""
     if recipe.checkpoint.resume in ("auto", "never"):
-        alone, first = run_directories(recipe)[0], run_directories(recipe, rank=0)[0]
-        return first if status_of(first) is not None and status_of(alone) is None else alone
+        return max(run_directories(recipe)[0], run_directories(recipe, rank=0)[0], key=written_at)
     return folder(recipe.checkpoint.resume, key="checkpoint.resume")
 
 

@@ -127,7 +127,7 @@ def manifest() -> Manifest:
 
 def _manifest_bytes() -> list[bytes]:
     filling = replace(manifest(), state="loading", stages=())
-    shared = replace(manifest(), share=RankShare(rank=1, count=2, owners=(1, 0), commit=4))
+    shared = replace(manifest(), share=RankShare(rank=1, count=2, owners=(1, 0), commit=4, folders=("/a", "/b")))
     with TemporaryDirectory() as folder:
         written = []
         for one in (manifest(), filling, shared):

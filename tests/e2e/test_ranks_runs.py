@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from fuyou_cli.machine.profile import core_count, usable_memory
 from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import HANGS, NewProject, Project, write_llama
@@ -117,8 +120,8 @@ def assert_alike(ours: Project, theirs: Project) -> None:
 
 
 def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project]) -> None:
-    """`fuyou finetune --nproc 2`, of which a rank is killed, then the launcher, and torchrun: exports, states and losses of one
-    process, bit for bit."""
+    """`fuyou finetune --nproc 2`, of which a rank is killed, then the launcher, and torchrun for each: exports, states, losses
+    of one process, bit for bit."""
     one, ranks, torchrun = map(project, ("one", "ranks", "torchrun"))
     done = one.fuyou("finetune", one.recipe, "--assume-rates")
     assert done.returncode == 0, done.stderr
@@ -146,20 +149,18 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
     assert_alike(ranks, one)
     assert (ranks.out / "ranks" / "1.log").is_file() and not (ranks.out / "ranks" / "0.log").exists()
 
-    words = (
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--local-ranks-filter",
-        "0",
-        "--tee",
-        "3",
-        *fuyou(torchrun),
-    )
-    with started(torchrun, *words) as launcher:
-        ended(launcher)
+    with two_torchruns(torchrun, "offload.max_memory.cpu=auto") as boxes:
+        for box in boxes:
+            ended(box)
     assert_alike(torchrun, one)
+    assert 0.42 * usable_memory() < budget(torchrun) < 0.46 * usable_memory(), "not a half of what one process would take"
+    # their stores are not beside one another
+    shutil.rmtree(torchrun.out / "model")
+    assert torchrun.done("verify", torchrun.out).stdout.count("all checksums match") >= 2
+    torchrun.done("export", torchrun.out, torchrun.folder / "again", "--dtype", "float32")
+    assert files_of(torchrun.folder / "again") == files_of(one.out / "model")
+    words = ("--prompt", "The road", "--max-new-tokens", "8")
+    assert torchrun.done("generate", torchrun.out, *words).stdout == one.done("generate", one.out, *words).stdout
 
     refused = ranks.fuyou("finetune", ranks.recipe)
     assert refused.returncode == 2 and "N was 2: run with --nproc 2, or `fuyou export`" in refused.stderr
@@ -174,6 +175,56 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def budget(project: Project) -> int:
+    first, *_ = (project.out / "log.jsonl").read_text().splitlines()
+    return int(json.loads(first)["budget"])
+
+
+@contextmanager
+def two_torchruns(project: Project, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The command of README on each of two boxes, which are this one, with a drive each."""
+    common = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                started(
+                    project, "-m", "torch.distributed.run", *common, "--node-rank", str(rank), *fuyou(project), *words,
+                    f"offload.dir={project.folder / f'drive{rank}'}",
+                )
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+
+
+def test_what_cannot_be_started_is_refused_before_it_is(project: Callable[[str], Project]) -> None:
+    one = project("one")
+    for words, message in (
+        (["--nproc", "0"], "there is no run of 0 processes"),
+        (["--nproc", "-1"], "there is no run of -1 processes"),
+        (["--nproc", "9999"], f"this box lets them use {core_count()}"),
+        (["--nproc", "2", "train.compile=true"], "several ranks cannot train with train.compile=true yet"),
+    ):
+        refused = one.fuyou("finetune", one.recipe, *words)
+        assert refused.returncode == 2 and refused.stderr.count("error: ") == 1 and message in refused.stderr, refused.stderr
+    assert not one.out.exists()
+
+
+def test_the_newer_run_is_the_recipes(project: Callable[[str], Project]) -> None:
+    """A run that was given up for one of another number of processes is not taken for it."""
+    ranks = project("ranks")
+    with started(ranks, *fuyou(ranks, "--nproc", "2", "train.max_steps=2")) as launcher:
+        ended(launcher)
+    assert ranks.fuyou("finetune", ranks.recipe, "train.max_steps=2").returncode == 2, "ranks have trained it"
+    ranks.done("finetune", ranks.recipe, "--assume-rates", "train.max_steps=3", "checkpoint.resume=never")
+    (alone,) = (folder for folder in (ranks.out / "store").iterdir() if not folder.name.endswith((".r0", ".r1")))
+    written = ranks.done("export", ranks.recipe, ranks.folder / "again", "export.dtype=float32")
+    assert files_of(ranks.folder / "again") == files_of(ranks.out / "model"), written.stderr
+    assert "already finished" in ranks.done("finetune", ranks.recipe, "train.max_steps=3").stderr
+    with started(ranks, *fuyou(ranks, "--nproc", "2", "train.max_steps=3")) as launcher:
+        out, _ = launcher.communicate(timeout=HANGS)
+    assert launcher.returncode == 2 and f"the run saved in {alone} was trained by one process, not by 2 ranks" in out, out
 
 
 def test_unlike_ranks_are_refused_before_a_byte_is_written(project: Callable[[str], Project]) -> None:

@@ -202,16 +202,14 @@ def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
 )
 def test_shares_that_are_not_of_one_run(rank: int, count: int, stages: int, tmp_path: Path) -> None:
     """One with fewer stages, both of more ranks than a machine could list, twice the same, a rank that is none."""
-    for number, share in enumerate((_share(0, count), _share(rank, count))):
-        (folder := tmp_path / f"run.r{number}").mkdir()
+    folders = tuple(tmp_path / f"run.r{number}" for number in range(2))
+    for number, (folder, of_rank) in enumerate(zip(folders, (0, rank), strict=True)):
+        folder.mkdir()
+        share = RankShare(rank=of_rank, count=count, owners=(0, 1), commit=4, folders=tuple(map(str, folders)))
         saved = replace(manifest(), share=share)
         manifests.write(folder, replace(saved, stages=saved.stages[: stages if number else None]))
-    with pytest.raises(UsageError, match="not the stores of all ranks of one run"):
+    with pytest.raises(UsageError, match=r"holds the share of rank 0 of|do not name the same stages"):
         find_store(tmp_path)
-
-
-def _share(rank: int, count: int) -> RankShare:
-    return RankShare(rank=rank, count=count, owners=(0, 1), commit=4)
 
 
 def test_states_of_generators_that_none_takes() -> None:

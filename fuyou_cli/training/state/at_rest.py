@@ -15,6 +15,7 @@ from typing import Literal
 
 from ...core.disk import status_of
 from ...core.errors import ModelFileError, SwapError, UsageError
+from ...core.json_files import one_line
 from ...core.process import SILENT, Patience, uninterrupted
 from ...core.units import MiB, align_up, gb
 from ...planner.memory import READ_BACK
@@ -26,7 +27,7 @@ from ...swap.store import Arena, Store, not_as_written
 from ..run_log import saved_of
 from . import manifest as manifests
 from .manifest import Manifest, StoredExtent
-from .store_folders import missing_file, ranked, refuse_copy, refuse_in_use, unranked
+from .store_folders import is_plain, missing_file, refuse_copy, refuse_in_use, unranked
 
 # ---- extents ----------------------------------------------------------------------------------------------------------
 
@@ -304,34 +305,42 @@ def saved_store(folder: Path) -> SavedStore:
     return found
 
 
-def whole_store(folders: Sequence[Path]) -> SavedStore:
-    """Reads the store in one folder, or the shares of one model in the folders of several ranks, all of the newest commit that
-    every rank has. Raises UsageError if they are not the shares of one."""
-    found = sorted(map(saved_store, folders), key=lambda one: one.manifest.share.rank if one.manifest.share else 0)
-    if len(found) == 1 and found[0].manifest.share is None:
-        return found[0]
-    shares = [one.manifest.share for one in found]
-    wanted = [(rank, len(found)) for rank in range(len(found))]
-    if [share and (share.rank, share.count) for share in shares] != wanted or len({one.manifest.run for one in found}) > 1:
-        raise _unlike(found)
-    least = min(one.manifest.commit for one in found)
-    found = [one if one.manifest.commit == least else _before(one, least) for one in found]
-    if len({len(one.manifest.stages) for one in found}) > 1:
-        raise _unlike(found)
-    stages = tuple(
-        next((one for one in same if one.params), same[0]) for same in zip(*(o.manifest.stages for o in found), strict=True)
-    )
-    first = found[0]
-    return replace(first, manifest=replace(first.manifest, stages=stages), shares=tuple(found))
+def whole_store(folder: Path) -> SavedStore:
+    """Reads the store in a folder. Where several ranks have trained the model it is a share of it, and the others are read too:
+    all of the newest commit that every rank has. Raises UsageError if one is not there."""
+    store = saved_store(folder)
+    if store.manifest.share is None:
+        return store
+    shares = [_share(store, rank) for rank in range(store.manifest.share.count)]
+    if (loading := next((one for one in shares if one.manifest.state != "committed"), None)) is not None:
+        return loading
+    least = min(one.manifest.commit for one in shares)
+    shares = [one if one.manifest.commit == least else _before(one, least) for one in shares]
+    if len({len(one.manifest.stages) for one in shares}) > 1:
+        raise UsageError(
+            f"{folder}: the stores of its ranks do not name the same stages", hint="put the folders of one run back"
+        )
+    same_stages = zip(*(one.manifest.stages for one in shares), strict=True)
+    stages = tuple(next((one for one in same if one.params), same[0]) for same in same_stages)
+    return replace(shares[0], manifest=replace(shares[0].manifest, stages=stages), shares=tuple(shares))
 
 
-def _unlike(found: Sequence[SavedStore]) -> UsageError:
-    names = ", ".join(str(one.folder) for one in found)
-    count = next((one.manifest.share.count for one in found if one.manifest.share is not None), 1)
-    return UsageError(
-        f"{names}: not the stores of all ranks of one run ({count} ranks)",
-        hint="bring the folders of all ranks to one box, each at its own path, and name the folder that they are in",
-    )
+def _share(store: SavedStore, rank: int) -> SavedStore:
+    """Returns the store of one of the ranks that trained the model of `store`."""
+    share, run = store.manifest.share, store.manifest.run
+    assert share is not None
+    if rank == share.rank:
+        return store
+    folder = share.folders[rank] if rank < len(share.folders) else ""
+    found = find_saved_store(Path(folder)) if is_plain(folder) else None
+    other = None if found is None else found.manifest.share
+    if found is None or other is None or (found.manifest.run, other.rank, other.count) != (run, rank, share.count):
+        raise UsageError(
+            f"{store.folder} holds the share of rank {share.rank} of {share.count}; that of rank {rank} is not in "
+            f"{one_line(folder)}",
+            hint="bring the folders of all ranks of the run to this box, each at the path that it had on its own",
+        )
+    return found
 
 
 def _before(store: SavedStore, commit: int) -> SavedStore:
@@ -347,21 +356,17 @@ def _before(store: SavedStore, commit: int) -> SavedStore:
 
 def _are_shares(folders: Sequence[Path]) -> bool:
     """Tells whether folders are named as those of the ranks of one run."""
-    return len({unranked(folder) for folder in folders}) == 1
+    return len({unranked(folder) for folder in folders}) == 1 and all(unranked(folder) != folder for folder in folders)
 
 
 def find_store(source: Path) -> SavedStore:
     """Reads the one store that `source` is or contains, or that a run with this output_dir has elsewhere; of a run of several
     ranks all that are there. Raises UsageError, or UnreadableError where that cannot be seen now."""
     found = manifests.found_in(source, manifests.NAME, manifests.BEFORE)
-    if len(found) == 1 and unranked(found[0]) != found[0]:
-        found = ranked(found[0])
-    if len(found) > 1 and _are_shares(found):
-        return whole_store(found)
-    if len(found) > 1:
+    if len(found) > 1 and not _are_shares(found):
         raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
     if (folder := found[0] if found else saved_of(source)) is not None:
-        return whole_store(ranked(folder))
+        return whole_store(folder)
     raise UsageError(
         f"there is no store in {source}", hint="give a run's output_dir, its store, or the offload.dir that it is in"
     )

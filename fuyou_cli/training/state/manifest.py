@@ -149,6 +149,7 @@ class RankShare:
     count: Annotated[int, Field(ge=2)]
     owners: tuple[int, ...]  # the rank that has each stage
     commit: int  # 0: while it is loaded
+    folders: tuple[str, ...]  # of the stores of all ranks, by rank, each on its rank's box
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,6 +313,12 @@ def found_in(directory: Path, *names: str) -> list[Path]:
     if not found and hidden is not None:
         raise hidden
     return found
+
+
+def written_at(directory: Path) -> float:
+    """Returns when a manifest was written there last, in seconds since 1970; 0 if there is none."""
+    found = (status_of(directory / name) for name in (NAME, BEFORE))
+    return max((status.st_mtime for status in found if status is not None), default=0.0)
 
 
 def newest(directory: Path) -> tuple[Manifest | None, str]:

@@ -166,8 +166,9 @@ def find_saved(resume: str, directories: Sequence[Path], *, count: int = 1, say:
     if resume != "auto" and (found is None or found.state == "loading"):
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
-    if saved is None or found is None:
+    if resume == "auto":
         _check_count(directories[0], count)
+    if saved is None or found is None:
         _check_free(directories, being_filled=())
         _check_moved(source.parent)
         return None
@@ -195,8 +196,11 @@ def _count_of(saved: Manifest) -> int:
 
 
 def _check_count(directory: Path, count: int) -> None:
-    """Raises UsageError if this run was saved by one process where several ranks are to train it, or the other way round."""
+    """Raises UsageError if one process has saved this run since, where several ranks are to train it, or the other way
+    round."""
     for place in [unranked(directory)] if count > 1 else ranked(directory.with_name(directory.name + of_rank(0))):
+        if manifests.written_at(place) <= manifests.written_at(directory):
+            continue  # it was given up for what is in `directory`
         with suppress(DamagedManifest):
             saved, _ = manifests.newest(place)
             if saved is not None and saved.state == "committed" and saved.step and _count_of(saved) != count:

@@ -179,6 +179,7 @@ class Saver:
         self.saved_bytes = 0  # bytes that saving wrote, beside the steps
         self._complete = -1  # the newest generation that every stage has reached
         peers = self._peers = ready.planned.peers
+        self._folders = () if peers is None else tuple(peers.all_gather("store", str(self.folder)))
         self.commits = Commits(
             flush=store.sync,
             name=self._name,
@@ -367,7 +368,9 @@ class Saver:
         if (peers := self._peers) is not None:
             newest = self.commits.newest
             commit = 1 + (0 if newest is None else newest.commit) if is_whole else 0
-            share = RankShare(rank=peers.rank, count=peers.count, owners=self.files.model.owners, commit=commit)
+            share = RankShare(
+                rank=peers.rank, count=peers.count, owners=self.files.model.owners, commit=commit, folders=self._folders
+            )  # fmt: skip
         stages = self.files.describe(self.residency.records, ready.stored_as) if is_whole else ()
         return Manifest(
             run=standing.run,
