@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # What each box may have of its own, beside how fast it goes.
 _OF_A_BOX = (
-    "version", "output_dir", "dataset.cache_dir", "dataset.num_workers", "model.cache_dir", "offload.dir", "offload.max_memory",
+    "version", "output_dir", "dataset.cache_dir", "dataset.num_workers", "offload.dir", "offload.max_memory",
     "offload.io", "offload.measure", "offload.ssd_write_limit", "logging", "train.nproc",
 )  # fmt: skip
 
