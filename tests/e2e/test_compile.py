@@ -3,6 +3,7 @@ that repeats itself on a GPU: what is asked of torch, on the emulated device, an
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,10 @@ COMPILED = {"train.max_steps": STEPS, "train.compile": True}
 
 @pytest.fixture(autouse=True)
 def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets what was compiled before, too: a process has eight of a kind, and a command one."""
     monkeypatch.setattr(runs, "CompiledBlocks", partial(CompiledBlocks, "aot_eager"))
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.mark.slow
