@@ -161,7 +161,7 @@ STATE = (
     Mutation(
         "self._flush()\n            self._name(manifest)",
         "self._name(manifest)\n            self._flush()",
-        "e2e/test_saved_state.py e2e/test_faulty_drives.py",
+        "e2e/test_every_step_committed.py",
     ),
     Mutation(
         "if self._complete == self.standing.step and self._is_news():",

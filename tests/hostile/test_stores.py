@@ -138,6 +138,14 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     assert found is not None and os.fsencode(found.files[0]) == b"/nowhere/\xff\xfe/store.bin"
 
 
+def test_a_value_changed_behind_its_digest_is_damage(tmp_path: Path) -> None:
+    manifests.write(tmp_path, manifest())
+    path = tmp_path / manifests.NAME
+    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+    with pytest.raises(manifests.DamagedManifest, match="its digest does not match its content"):
+        manifests.read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

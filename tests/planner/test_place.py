@@ -81,6 +81,12 @@ def assert_apart(spans: Iterable[Span], size: int) -> None:
     assert taken[0][0] >= 0 and taken[-1][1] <= size
 
 
+def assert_boundaries_are_read_ahead(chosen: Plan) -> None:
+    """Those on the ssd have a slot for each visit that is looked ahead to, for the one at work, and for one being written."""
+    on_ssd = sum(placed.boundary == "ssd" for placed in chosen.stages)
+    assert len(chosen.boundary_slots) >= min(chosen.lookahead + 2, on_ssd)
+
+
 def assert_spans_and_extents_never_overlap(chosen: Plan) -> None:
     assert_apart(in_arena(chosen), chosen.arena_size)
     for turn in (0, 1, 2, 7):
@@ -130,6 +136,7 @@ def test_what_holds_for_every_plan(case: tuple[ModelSpec, PlanRequest, Plan], lo
     """The same inputs give the same plan. What survives a run is the same for a stopped run resumed with another budget, other
     pins, another lookahead."""
     spec, request, chosen = case
+    assert_boundaries_are_read_ahead(chosen)
     assert_spans_and_extents_never_overlap(chosen)
     assert_every_stage_has_room_for_what_it_needs(spec, request, chosen)
     assert_the_predicted_peak_is_inside_the_budget(request, chosen)
