@@ -70,7 +70,8 @@ def _ended(rank: int, code: int) -> FuyouError:
     if code == error_screen.INTERRUPTED:
         return Interrupted("stopped: what is saved is said above", hint="the same command goes on")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    error = FuyouError(f"rank {rank} {how}", hint="why is said above, or in output_dir/ranks; the same command goes on")
+    goes_on = "" if code in (error_screen.USAGE, error_screen.DOES_NOT_FIT) else "; the same command goes on"
+    error = FuyouError(f"rank {rank} {how}", hint=f"why is said above, or in output_dir/ranks{goes_on}")
     error.exit_code = max(code, 1)
     return error
 

@@ -45,6 +45,7 @@ _LINE = (
     "let torchrun start it, on every box: torchrun --nnodes 2 --node-rank 0 (1 on the other) --nproc-per-node 1 "
     "--master-addr BOX1 --master-port 29500 -m fuyou_cli finetune RECIPE; on one box fuyou finetune RECIPE --nproc 2"
 )
+_LAST_PORT = (1 << 16) - 1
 _FOREVER = timedelta(days=90)  # gloo's longest wait; frozen peers are found by their heartbeat
 _JOINING = timedelta(minutes=10)  # in which all ranks have to be there and connected
 _CONNECTING = timedelta(minutes=2)
@@ -86,6 +87,8 @@ def _place(environ: Mapping[str, str]) -> Place | None:
     if wrong:
         raise UsageError(f"{wrong[0]} in the environment is no number: {one_line(environ[wrong[0]])}", hint=_LINE)
     rank, count, _, port = (int(environ[name]) for name in _NAMES if name != "MASTER_ADDR")
+    if port > _LAST_PORT:
+        raise UsageError(f"MASTER_PORT is {port}, and ports end at {_LAST_PORT}", hint=_LINE)
     if rank >= max(count, 1):
         raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {count}", hint=_LINE)
     if count < 2:

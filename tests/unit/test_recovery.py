@@ -162,6 +162,7 @@ def test_half_an_environment_is_told_what_lacks(left_out: str) -> None:
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 processes"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "a script for torchrun has started 2 processes"),
         ({**WHOLE, "RANK": "3"}, "RANK is 3, but WORLD_SIZE is 3"),
+        ({**WHOLE, "MASTER_PORT": "65536"}, "MASTER_PORT is 65536, and ports end at 65535"),
         ({**WHOLE, "MASTER_PORT": "http"}, "MASTER_PORT in the environment is no number: http"),
     ],
 )
