@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, TypeGuard
 from weakref import WeakKeyDictionary
@@ -458,7 +459,7 @@ def add_outputs(
     bank = _bank(parameters)
     for rows in ExpertRows.by_expert(sent.chosen, *stage.expert_range):
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1)
-        weighted = outputs(stage.module, bank, sent.hidden.index_select(0, rows.tokens), shares, rows.route)
+        weighted = outputs(stage.module, bank, partial(sent.hidden.index_select, 0, rows.tokens), shares, rows.route)
         sums.index_add_(0, rows.tokens, weighted.to(sums.dtype))  # no token twice
         inside()
 
@@ -476,7 +477,7 @@ def differentiate(
         x = sent.hidden.index_select(0, rows.tokens).requires_grad_(wanted)
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1).requires_grad_(wanted)
         with torch.enable_grad():
-            weighted = outputs(stage.module, bank, x, shares, rows.route)
+            weighted = outputs(stage.module, bank, [x].pop, shares, rows.route)
         leaves = [leaf for leaf in (x, shares, bank.anchor) if leaf is not None and leaf.requires_grad]
         if not leaves:
             return

@@ -14,7 +14,7 @@ library keeps compiled code for each shape, and memory must not depend on where 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -277,16 +277,19 @@ def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     with torch.no_grad():
         route = (Route if bank.routes is None else bank.routes).of(chosen, bank.experts)
     shares = _rows(weights.reshape(-1, 1), route.order, route.inverse)
-    # The sorted rows have no name here: they end with the first product, not with the last one.
-    y = outputs(module, bank, _rows(hidden, route.order, route.inverse, choices), shares, route)
+    y = outputs(module, bank, lambda: _rows(hidden, route.order, route.inverse, choices), shares, route)
     y = _rows(y, route.inverse, route.order).view(*chosen.shape, -1)
     return y.sum(1).to(hidden.dtype)
 
 
-def outputs(module: Any, bank: Bank, x: torch.Tensor, shares: torch.Tensor, route: Route) -> torch.Tensor:
-    """Returns the weighted outputs of experts for sorted rows `x`. `shares`: the weight of each row, (rows, 1)."""
+def outputs(
+    module: Any, bank: Bank, rows: Callable[[], torch.Tensor], shares: torch.Tensor, route: Route
+) -> torch.Tensor:  # fmt: skip
+    """Returns the weighted outputs of experts for sorted rows. `shares`: the weight of each row, (rows, 1)."""
     added: LowRank | None = vars(module).get(LOW_RANK)
-    x = _adapted(x, bank, bank.first, route, added)
+    # Made here and without a name, they end with the first product, not with the last one. Where dynamo sees every frame,
+    # whoever calls a function holds its arguments until it returns.
+    x = _adapted(rows(), bank, bank.first, route, added)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     if getattr(module, "has_post_expert_norm", False):
         normed: torch.Tensor = module.post_expert_norm(_adapted(x, bank, "down_proj", route, added)) * shares

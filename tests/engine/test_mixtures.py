@@ -5,15 +5,18 @@ Routers start with large weights, so that no token's choice hangs on the last bi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from drawn import every
+from torch._dynamo.eval_frame import set_eval_frame
 from transformers import PreTrainedConfig
 
 from fuyou_cli.engine.experts import MOST_ROWS, ROWS, is_experts, is_product
@@ -120,12 +123,35 @@ def test_beside_plain_torch(family: str, tmp_path: Path) -> None:
     assert not unmoved or ("top 1" in family and all(".router." in name for name in unmoved))
 
 
-def test_sorted_rows_end_with_the_first_product() -> None:
+@contextmanager
+def _seen_by_dynamo() -> Iterator[None]:
+    """Has Python show every frame to dynamo first, as while a thread compiles and after a compilation that failed."""
+    begun, over = Event(), Event()
+
+    def hold() -> None:
+        before = set_eval_frame(False)
+        begun.set()
+        over.wait()
+        set_eval_frame(before)
+
+    thread = Thread(target=hold)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("seen_by_dynamo", [False, True])
+def test_sorted_rows_end_with_the_first_product(seen_by_dynamo: bool) -> None:
     """Where experts are narrow, sorted rows as wide as the model are the most that a block holds: those that the first product
-    read are not beside the outputs of the last one."""
-    shape = Shape(dtype="bfloat16", tokens=64)
+    read are not beside the outputs of the last one. Nor where dynamo sees every frame, whose caller then holds arguments."""
+    shape = Shape(dtype="bfloat16", tokens=72 if seen_by_dynamo else 64)  # what was described is not described again
     config = _config("Qwen3MoeConfig", GATED, num_experts=8, num_experts_per_tok=8, moe_intermediate_size=4, head_dim=8)
-    block = next(stage for stage in Subject(config, shape).spec.stages if stage.kind == "block")
+    with _seen_by_dynamo() if seen_by_dynamo else nullcontext():
+        block = next(stage for stage in Subject(config, shape).spec.stages if stage.kind == "block")
     rows = shape.micro * shape.tokens * 8 * config.hidden_size * 2  # bytes
     assert block.forward_peak < 6 * rows  # with them 7.4
 
