@@ -185,10 +185,13 @@ class Costs:
         if stage.updated_on_device:
             return 0.0
         if stage.stage not in self._known:
-            rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].trained
-            layout = self.model.layout
-            self._known[stage.stage] = self._update_work(layout, params) / rate if rate else 0.0
+            self._known[stage.stage] = self.processor_update_seconds(self.model.stages[stage.stage].trained)
         return self._known[stage.stage]
+
+    def processor_update_seconds(self, params: int) -> float:
+        """Returns the seconds that one thread of the processor takes to update so many parameters."""
+        rate = self.hardware.adamw_bytes
+        return self._update_work(self.model.layout, params) / rate if rate else 0.0
 
     def _update_work(self, layout: StateLayout, params: int) -> float:
         """Returns the bytes that AdamW with float32 states would move in the time of this update."""

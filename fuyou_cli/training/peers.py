@@ -104,6 +104,7 @@ class Alike:
     sweeps: int
     norm_first: bool
     commit_every: int | None
+    owners: tuple[int, ...]  # the rank of each stage
 
 
 class Peers:
@@ -165,13 +166,14 @@ class Peers:
             self._known[what] = self.all_gather(what, make() if self.is_first else None)[0]
         return self._known[what]
 
-    def choose_alike(self, plan: Plan | None) -> Alike:
-        """Returns what all plans have alike. `plan`: rank 0's."""
+    def choose_alike(self, plan: Plan | None, owners: tuple[int, ...] = ()) -> Alike:
+        """Returns what all plans have alike. `plan`: rank 0's, and whom it gave each stage."""
         mine = None
         if plan is not None:
             mine = asdict(
                 Alike(
-                    numerics=plan.numerics, sweeps=plan.sweeps, norm_first=plan.norm_first, commit_every=plan.commit_every
+                    numerics=plan.numerics, sweeps=plan.sweeps, norm_first=plan.norm_first, commit_every=plan.commit_every,
+                    owners=owners,
                 )
             )  # fmt: skip
         self.alike = from_json(Alike, self.of_first("what plans have alike", lambda: mine))

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Literal, cast
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.candidate import Candidate, may_measure_first
+from ..planner.dealing import fastest_deal
 from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
-from ..planner.ring import check_owners, deal
+from ..planner.ring import check_owners
 from ..planner.run_planner import Effort, RunPlanner
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
@@ -79,7 +80,7 @@ def plan(
         return planner.planned(alike.numerics)
     planned = _plan(inspected, hardware, disks, candidate, say=say, epoch=epoch, effort=effort)
     if peers is not None:
-        peers.choose_alike(planned.plan)
+        peers.choose_alike(planned.plan, planned.model.owners)
     return planned
 
 
@@ -257,16 +258,22 @@ class _Planner:
 
     def _of_rank(self, model: ModelSpec, asked: PlanRequest, peers: Peers) -> tuple[ModelSpec, PlanRequest]:
         """Returns what is planned for one rank: its stages, and its part of the box, with what all ranks have alike."""
-        saved = self._inspected.manifest
-        owners = deal(model, peers.count) if saved is None or saved.share is None else saved.share.owners
-        check_owners(model, owners, peers.count)
         if not self._inspected.recipe.offload.max_memory.cpu.is_auto:  # auto is of this rank's part of the box already
             asked = replace(asked, cpu_budget=asked.cpu_budget // peers.local_count)
         if (alike := peers.alike) is not None:
             asked = replace(asked, sweeps=alike.sweeps, norm_first=alike.norm_first, commit_every=alike.commit_every)
         elif asked.norm_first is None and not may_measure_first(model, asked):
             asked = replace(asked, norm_first=False)  # others' stages may not, whatever this rank's may
+        owners = self._owners(model, asked, peers)
+        check_owners(model, owners, peers.count)
         return model.of_rank(owners, peers.rank), asked
+
+    def _owners(self, model: ModelSpec, asked: PlanRequest, peers: Peers) -> tuple[int, ...]:
+        """Returns the rank of each stage: as a saved run has it, else as rank 0 deals them, by the times of its own machine."""
+        saved = self._inspected.manifest
+        if saved is not None and saved.share is not None:
+            return saved.share.owners
+        return fastest_deal(model, self._hardware, asked, peers.count) if peers.alike is None else peers.alike.owners
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe

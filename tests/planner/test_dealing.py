@@ -1,0 +1,67 @@
+"""Stages dealt by what they take on a rank's machine: compute, updates, drives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuyou_cli.core.units import GiB
+from fuyou_cli.machine.described import described
+from fuyou_cli.planner.dealing import fastest_deal, slowest, stage_times
+from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.ring import check_owners, deal
+from fuyou_cli.spec.hardware import STORE_RATES
+
+from .models import HARDWARE, NUMERICS, request
+from .test_plans import transformer
+
+MACHINE = described("rtx4090,gen4,64GiB")
+ROWS = replace(NUMERICS, batch_size=8, micro_batch_size=1, max_seq_len=4096, accumulate_dtype="bfloat16")
+PLAIN = transformer(4096, 32, ROWS)
+HEAD = replace(PLAIN.stages[-1], forward_flops=2.0 * PLAIN.stages[-1].params * ROWS.micro_batch_tokens)
+LLAMA = replace(PLAIN, stages=(*PLAIN.stages[:-1], HEAD))
+ASKED = PlanRequest(
+    numerics=ROWS, model_name="8B", device="cuda", clip_grad_norm=1.0, cpu_budget=int(0.9 * MACHINE.ram_available),
+    gpu_budget=int(0.95 * MACHINE.device_memory), scratch_size=64 << 20, update_threads=4, sustained=True,
+)  # fmt: skip
+
+
+def blocks_of(owners: tuple[int, ...]) -> list[int]:
+    blocks = [owners[stage.index] for stage in LLAMA.stages if stage.kind == "block"]
+    return [blocks.count(rank) for rank in range(max(owners) + 1)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_no_rank_takes_much_longer_than_its_share(ranks: int) -> None:
+    times = stage_times(LLAMA, MACHINE, ASKED)
+    owners = fastest_deal(LLAMA, MACHINE, ASKED, ranks)
+    check_owners(LLAMA, owners, ranks)
+    assert slowest(owners, times, MACHINE, ASKED) <= slowest(deal(LLAMA, ranks), times, MACHINE, ASKED)
+
+
+def test_where_compute_binds_the_head_counts_for_its_flops() -> None:
+    fast = replace(MACHINE, adamw=((1, 1e15),), store_read=1e15, store_write=1e15)
+    few, many = sorted(blocks_of(fastest_deal(LLAMA, replace(fast, sustained_write=0.0), ASKED, 2)))
+    assert many - few == pytest.approx(3 * HEAD.forward_flops / (4 * LLAMA.stages[1].forward_flops), abs=1)
+
+
+def test_where_updates_bind_the_embedding_counts_for_its_parameters() -> None:
+    slow = replace(MACHINE, adamw=((1, 1e8),))
+    by_compute, by_updates = (blocks_of(fastest_deal(LLAMA, machine, ASKED, 2)) for machine in (MACHINE, slow))
+    assert abs(by_updates[0] - by_updates[1]) <= 1 < by_compute[0] - by_compute[1]
+
+
+def test_what_rests_in_memory_does_not_cross() -> None:
+    """Without drives as without RAM: a rank that has room for all of its states waits for no drive."""
+    owners, large = deal(LLAMA, 2), replace(ASKED, cpu_budget=1024 * GiB)
+    times = stage_times(LLAMA, MACHINE, ASKED)
+    crawling = replace(MACHINE, **dict.fromkeys(STORE_RATES, 1e6))
+    assert slowest(owners, times, crawling, large) == slowest(owners, times, MACHINE, large)
+    small = replace(ASKED, cpu_budget=4 * GiB)
+    assert slowest(owners, times, crawling, small) > 2 * slowest(owners, times, MACHINE, small)
+
+
+def test_without_rates_flops_decide() -> None:
+    unknown = replace(HARDWARE, matmul_flops=0.0, stage_rates=(), adamw=())
+    assert blocks_of(fastest_deal(LLAMA, unknown, request(), 2)) == blocks_of(deal(LLAMA, 2))
