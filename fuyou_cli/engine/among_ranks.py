@@ -23,8 +23,8 @@ Refusal = NumericsError | RecomputeError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What all ranks found in a step. `squares`: by stage; `by_tensor`: its exact sum is that of all tensors' squares; `sent`:
+class StepTotals:
+    """What all ranks computed in a step. `squares`: by stage; `by_tensor`: has the exact sum of all tensors' squares; `sent`:
     as `Routing.raw_counts`; `skipped`: why the step updates nothing."""
 
     loss: float
@@ -50,9 +50,9 @@ class AmongRanks:
 
     def _agree(self, plan: Plan) -> None:
         """Raises UsageError if ranks would send each other other messages, or compute other numbers, than they expect."""
-        asked = {name: getattr(plan, name) for name in ("sweeps", "norm_first", "clip_grad_norm")}
-        asked |= {"numerics": repr(plan.numerics), "owners": list(self.model.owners)}
-        first, *others = self.ranks.gather(asked)
+        mine = {name: getattr(plan, name) for name in ("sweeps", "norm_first", "clip_grad_norm")}
+        mine |= {"numerics": repr(plan.numerics), "owners": list(self.model.owners)}
+        first, *others = self.ranks.gather(mine)
         for rank, other in enumerate(others, start=1):
             for name, value in first.items():
                 if other[name] != value:
@@ -80,17 +80,17 @@ class AmongRanks:
         awaited = link.awaited(stage, backward=True)
         return passes.backward(call, ids, grad_y if awaited is None else awaited)
 
-    def looks(self, stage: int, edge: GradientEdge) -> None:
-        """Looks once where the model takes a stage's input from."""
-        if not self.link.has_looked(stage):
+    def trace_input(self, stage: int, edge: GradientEdge) -> None:
+        """Follows a stage's input, once, to the stages that the model takes it from."""
+        if not self.link.knows_sources(stage):
             sources, direct = sources_of(edge)
-            self.link.looks(stage, sources, direct=direct)
+            self.link.note_sources(stage, sources, direct=direct)
 
     def turn(self, edge: GradientEdge, hidden: torch.Tensor) -> None:
-        """Looks at the last hidden state, and waits for it where the head is here and the stage before is not."""
+        """Follows the last hidden state to its stages, and waits for it where the head is here and the stage before is not."""
         first = next(stage.index for stage in self.model.stages if stage.kind == "head")
-        if not self.link.has_looked(first):
-            self.link.looks(first, sources_of(edge)[0], direct=False)
+        if not self.link.knows_sources(first):
+            self.link.note_sources(first, sources_of(edge)[0], direct=False)
         self.link.all_arrived(hidden)
 
     # ---- once a step ---------------------------------------------------------------------------------------------
@@ -102,34 +102,34 @@ class AmongRanks:
     def meet(
         self, *, loss: float, squares: Mapping[int, float], by_tensor: Mapping[int, Sequence[float]], sent: list[list[Any]],
         changed: bool, may_skip: bool,
-    ) -> Found:  # fmt: skip
-        """Returns what all ranks found. Raises what any of them refused, on all of them, unless the step may be skipped."""
+    ) -> StepTotals:  # fmt: skip
+        """Returns what all ranks computed. Raises what any of them refused, on all of them, unless the step may be skipped."""
         refused, self._refused = self._refused, None
-        told = {
+        mine = {
             "loss": loss,
             "squares": sorted(squares.items()),
             "by_tensor": exact_parts([square for one in by_tensor.values() for square in one]),
             "sent": sent,
             "changed": changed,
-            "refused": None if refused is None else [refused[0], *_told(refused[1])],
+            "refused": None if refused is None else [refused[0], *_words(refused[1])],
         }
-        found = self.ranks.gather(told)
+        of_ranks = self.ranks.gather(mine)
         # As one process would find it: from the head down.
-        reasons = sorted((one["refused"] for one in found if one["refused"] is not None), key=lambda told: -told[0])
+        reasons = sorted((one["refused"] for one in of_ranks if one["refused"] is not None), key=lambda reason: -reason[0])
         if reasons and not (may_skip and all(kind == NumericsError.__name__ for _, kind, _, _ in reasons)):
             _, kind, message, hint = reasons[0]
             error = NumericsError if kind == NumericsError.__name__ else RecomputeError
-            raise error(message, hint=hint, changed=any(one["changed"] for one in found))
-        return Found(
-            loss=found[self.model.owners[-1]]["loss"],
-            squares={stage: square for one in found for stage, square in one["squares"]},
-            by_tensor=[part for one in found for part in one["by_tensor"]],
-            sent=[count for one in found for count in one["sent"]],
+            raise error(message, hint=hint, changed=any(one["changed"] for one in of_ranks))
+        return StepTotals(
+            loss=of_ranks[self.model.owners[-1]]["loss"],
+            squares={stage: square for one in of_ranks for stage, square in one["squares"]},
+            by_tensor=[part for one in of_ranks for part in one["by_tensor"]],
+            sent=[count for one in of_ranks for count in one["sent"]],
             skipped=reasons[0][2] if reasons else "",
         )
 
 
-def _told(error: Refusal) -> list[str | None]:
+def _words(error: Refusal) -> list[str | None]:
     return [type(error).__name__, error.message, error.hint]
 
 

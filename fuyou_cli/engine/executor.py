@@ -100,7 +100,7 @@ class Executor:
             made=None if self.among is None else self.among.made,
         )  # fmt: skip
         if self.among is not None:
-            self.streamed.tape.looks = self.among.looks
+            self.streamed.tape.trace_input = self.among.trace_input
 
     def _join(self, ranks: Ranks) -> AmongRanks:
         from .among_ranks import AmongRanks  # loads torch.distributed, which one process does not need
@@ -322,11 +322,11 @@ class Executor:
             self.head.settle()
         except RecomputeError as error:
             among.refuse(error, 0)
-        found = among.meet(
+        totals = among.meet(
             loss=self.head.loss, squares=self._squares, by_tensor=self._squares_by_tensor, sent=self.routing.raw_counts(),
             changed=self._updating, may_skip=self.may_skip,
         )  # fmt: skip
-        self._outcome.loss, self._squares = found.loss, found.squares
-        self._squares_by_tensor = {-1: found.by_tensor}
-        self._outcome.skipped = found.skipped
-        self._outcome.sent = self.routing.named_counts(found.sent) if self.anatomy.has_experts else None
+        self._outcome.loss, self._squares = totals.loss, totals.squares
+        self._squares_by_tensor = {-1: totals.by_tensor}
+        self._outcome.skipped = totals.skipped
+        self._outcome.sent = self.routing.named_counts(totals.sent) if self.anatomy.has_experts else None

@@ -33,7 +33,6 @@ from .calls import TRIED, Made, stage_calls
 from .ranks import FIRST_TAG, Ranks
 
 _SENDS_AT_ONCE = 2  # boundaries on their way to other ranks
-_NUMBERS = 1 << 12  # tags of the micro-batches of one boundary
 
 WaitUntil = Callable[[Callable[[], bool], str], None]
 Lend = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -58,37 +57,37 @@ class _InOrder:
     """Waits for messages in order, on a thread: gloo tells that one is over only to who waits for it."""
 
     def __init__(self, name: str) -> None:
-        self._asked: queue.SimpleQueue[tuple[Any, _Ticket] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Any, _Ticket] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, work: Any, ticket: _Ticket) -> None:
-        self._asked.put((work, ticket))
+        self._messages.put((work, ticket))
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            work, ticket = asked
+        while (message := self._messages.get()) is not None:
+            work, ticket = message
             try:
                 work.wait()
                 ticket.done = True
             except RuntimeError as error:
                 ticket.error = error
-            del work, asked  # they hold the message's memory
+            del work, message  # they hold the message's memory
 
     def close(self) -> None:
         """Lets the thread end after what it waits for. It is not waited for: a peer may never answer."""
-        self._asked.put(None)
+        self._messages.put(None)
 
 
 def made_by(anatomy: Anatomy, model: ModelSpec) -> dict[int, Made]:
     """Finds what each call of a stage returns, by stage, on fake tensors."""
     made: list[Made] = []
     stage_calls(anatomy.model, anatomy.modules(), shape=(1, TRIED[1]), made=made)
-    called = [call[0] for call in calls(model) if model.stages[call[0]].kind != "head"]
-    if len(called) != len(made):
-        what = f"{model.architecture} calls its {len(called)} stages {len(made)} times"
+    stages = [call[0] for call in calls(model) if model.stages[call[0]].kind != "head"]
+    if len(stages) != len(made):
+        what = f"{model.architecture} calls its {len(stages)} stages {len(made)} times"
         raise UsageError(what, hint="start one rank: the stages of this model cannot be shared out")
-    return dict(zip(called, made, strict=True))
+    return dict(zip(stages, made, strict=True))
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +100,14 @@ class Incoming:
     parts: tuple[MicroBatch, ...]
     tickets: list[_Ticket] = field(default_factory=list)
     spread: int = 0  # micro-batches in their places
+    _numbers: dict[MicroBatch, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._numbers = {part: number for number, part in enumerate(self.parts)}
+
+    def count_up_to(self, part: MicroBatch) -> int:
+        """Returns how many micro-batches there are up to this one; 0 if it is none of them."""
+        return self._numbers.get(part, -1) + 1
 
     def closely(self, part: MicroBatch) -> torch.Tensor:
         """Returns where the values of a micro-batch arrive."""
@@ -124,11 +131,11 @@ class Link:
     def __init__(self, ranks: Ranks, model: ModelSpec, made: dict[int, Made], *, lend: Lend, wait_until: WaitUntil) -> None:
         self.ranks, self._model, self._made, self._lend, self._wait_until = ranks, model, made, lend, wait_until
         self.received_bytes = self.sent_bytes = 0
-        listed = [call[0] for call in calls(model)]
-        self._next = dict(pairwise(listed))
-        self._before = {after: before for before, after in pairwise(listed)}
+        order = [call[0] for call in calls(model)]
+        self._next = dict(pairwise(order))
+        self._before = {after: before for before, after in pairwise(order)}
         self._direct: set[int] = set()  # stages whose output is the next one's input as it is
-        self._looked: set[int] = set()  # stages whose inputs were followed to where they come from
+        self._traced: set[int] = set()  # stages whose inputs were followed to the stages that they come from
         self._exchanges: tuple[Exchange, ...] = ()
         self._visits: tuple[Visit, ...] = ()
         self._parts: tuple[MicroBatch, ...] = ()  # of the sweep
@@ -192,11 +199,11 @@ class Link:
         made = self._made[boundary.stage]
         whole = self._lend((*self._shape, made.size), made.dtype)
         self._incoming[index] = incoming = Incoming(boundary, whole, self._parts)
-        for number, part in enumerate(self._parts):
+        for part in self._parts:
             ticket, target = _Ticket(self.ranks, boundary.peer), incoming.closely(part)
             incoming.tickets.append(ticket)
             try:
-                work = dist.irecv(target, group=self.ranks.group, group_src=boundary.peer, tag=_tag(boundary, number))
+                work = dist.irecv(target, group=self.ranks.group, group_src=boundary.peer, tag=_tag(boundary))
             except RuntimeError as error:
                 raise self.ranks.lost(boundary.peer, error) from error
             self._receiver.put(work, ticket)
@@ -210,8 +217,8 @@ class Link:
     def arrived(self, whole: torch.Tensor, part: MicroBatch) -> None:
         """Waits until a micro-batch of the whole batch is there, if it comes from another rank."""
         incoming = self._by_memory.get(whole.data_ptr())
-        if incoming is not None and part in incoming.parts:
-            self._wait(incoming, incoming.parts.index(part) + 1)
+        if incoming is not None:
+            self._wait(incoming, incoming.count_up_to(part))
 
     def all_arrived(self, whole: torch.Tensor) -> None:
         incoming = self._by_memory.get(whole.data_ptr())
@@ -251,7 +258,7 @@ class Link:
             self._sending.append((boundary, []))
         ticket, part = _Ticket(self.ranks, boundary.peer), part.detach().contiguous()
         try:
-            work = dist.isend(part, group=self.ranks.group, group_dst=boundary.peer, tag=_tag(boundary, self._sent))
+            work = dist.isend(part, group=self.ranks.group, group_dst=boundary.peer, tag=_tag(boundary))
         except RuntimeError as error:
             raise self.ranks.lost(boundary.peer, error) from error
         self._sender.put(work, ticket)
@@ -286,13 +293,13 @@ class Link:
         is_first = before is None or self._model.stages[stage].kind == "embedding"
         return None if is_first or before is None else self.zeros(before, like)
 
-    def looks(self, stage: int, sources: Sequence[int], *, direct: bool) -> None:
-        """Takes note of where the input of a stage comes from: the stages of whose outputs the model makes it. `direct`: it is
-        one's output as it is. Raises UsageError if another rank has what it needs."""
+    def note_sources(self, stage: int, sources: Sequence[int], *, direct: bool) -> None:
+        """Notes the stages of whose outputs the model makes the input of a stage. `direct`: it is one's output as it is. Raises
+        UsageError if another rank has what it needs."""
         before, owners = self._before.get(stage), self._model.owners
-        if before is None or stage in self._looked:
+        if before is None or stage in self._traced:
             return
-        self._looked.add(stage)
+        self._traced.add(stage)
         for source in sources:
             if source != before and len(set(owners[source : stage + 1])) > 1:
                 one, other = self._model.stages[source].name, self._model.stages[stage].name
@@ -303,9 +310,10 @@ class Link:
         if direct:
             self._direct.add(before)
 
-    def has_looked(self, stage: int) -> bool:
-        return stage in self._looked
+    def knows_sources(self, stage: int) -> bool:
+        return stage in self._traced
 
 
-def _tag(boundary: Boundary, number: int) -> int:
-    return FIRST_TAG + (2 * boundary.stage + boundary.backward) * _NUMBERS + number % _NUMBERS
+def _tag(boundary: Boundary) -> int:
+    """Returns the tag of a boundary's micro-batches. gloo keeps messages of one tag in order (`tests/engine/test_ranks.py`)."""
+    return FIRST_TAG + 2 * boundary.stage + boundary.backward

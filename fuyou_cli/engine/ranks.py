@@ -16,7 +16,9 @@ import torch.distributed as dist
 from ..core.errors import PeerLost
 
 _FIRST = 4096  # bytes of the first message, with the length of the whole: most values fit
-_TAGS = 2  # of the first message, and of what is left
+_LENGTH = 8  # bytes of that length
+_IN_FIRST = _FIRST - _LENGTH
+_TAGS = 2  # of the first message, and of the remainder
 FIRST_TAG = 16  # of boundaries
 
 
@@ -37,21 +39,23 @@ class Ranks:
         """Returns what every rank gave, by rank. `value`: of JSON. Raises PeerLost."""
         data = json.dumps(value).encode()
         first = torch.zeros(_FIRST, dtype=torch.uint8)
-        first[:8] = torch.tensor([len(data)]).view(torch.uint8)
-        head = data[: _FIRST - 8]
-        first[8 : 8 + len(head)] = _bytes(head)
+        first[:_LENGTH] = torch.tensor([len(data)]).view(torch.uint8)
+        begin, remainder = data[:_IN_FIRST], data[_IN_FIRST:]
+        first[_LENGTH : _LENGTH + len(begin)] = _bytes(begin)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        came = {rank: torch.empty(_FIRST, dtype=torch.uint8) for rank in others}
-        self._exchange({rank: first for rank in others}, came, tag=0)
-        sizes = {rank: int(found[:8].view(torch.int64)) for rank, found in came.items()}
-        rest = data[_FIRST - 8 :]
-        left = {rank: torch.empty(size - (_FIRST - 8), dtype=torch.uint8) for rank, size in sizes.items() if size > _FIRST - 8}
-        self._exchange({rank: _bytes(rest) for rank in others} if rest else {}, left, tag=1)
-        found = {self.rank: value}
-        for rank in others:
-            parts = [came[rank][8 : 8 + min(sizes[rank], _FIRST - 8)], *([left[rank]] if rank in left else [])]
-            found[rank] = json.loads(b"".join(part.numpy().tobytes() for part in parts))
-        return [found[rank] for rank in range(self.size)]
+        firsts = {rank: torch.empty(_FIRST, dtype=torch.uint8) for rank in others}
+        self._exchange({rank: first for rank in others}, firsts, tag=0)
+        sizes = {rank: int(message[:_LENGTH].view(torch.int64)) for rank, message in firsts.items()}
+        remainders = {
+            rank: torch.empty(size - _IN_FIRST, dtype=torch.uint8) for rank, size in sizes.items() if size > _IN_FIRST
+        }
+        self._exchange({rank: _bytes(remainder) for rank in others} if remainder else {}, remainders, tag=1)
+        values = {self.rank: value}
+        for rank, size in sizes.items():
+            parts = [firsts[rank][_LENGTH : _LENGTH + min(size, _IN_FIRST)]]
+            parts += [remainders[rank]] if rank in remainders else []
+            values[rank] = json.loads(b"".join(part.numpy().tobytes() for part in parts))
+        return [values[rank] for rank in range(self.size)]
 
     def share(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Fills a tensor in host memory with that of rank `root`, and returns it. Raises PeerLost."""
@@ -66,15 +70,15 @@ class Ranks:
         return PeerLost(peer, self.hosts[peer], str(error))
 
     def _exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor], *, tag: int) -> None:
-        """Sends to each rank, and takes from each."""
+        """Sends to each rank, and receives from each."""
         assert tag < _TAGS
         works: list[tuple[int, Any]] = []
-        asked: list[tuple[int, torch.Tensor, Callable[..., Any], str]]
-        asked = [(peer, target, dist.irecv, "group_src") for peer, target in into.items()]
-        asked += [(peer, source, dist.isend, "group_dst") for peer, source in out.items()]
-        for peer, data, begin, where in asked:
+        messages: list[tuple[int, torch.Tensor, Callable[..., Any], str]]
+        messages = [(peer, target, dist.irecv, "group_src") for peer, target in into.items()]
+        messages += [(peer, source, dist.isend, "group_dst") for peer, source in out.items()]
+        for peer, data, begin, keyword in messages:
             try:
-                works.append((peer, begin(data, group=self.group, tag=tag, **{where: peer})))
+                works.append((peer, begin(data, group=self.group, tag=tag, **{keyword: peer})))
             except RuntimeError as error:
                 raise self.lost(peer, error) from error
         self.sent += sum(source.numel() for source in out.values())

@@ -97,7 +97,7 @@ class Tape:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         # Gets the stage and the input of every call whose input is an output.
-        self.looks: Callable[[int, GradientEdge], None] = lambda stage, edge: None
+        self.trace_input: Callable[[int, GradientEdge], None] = lambda stage, edge: None
         self.divided: Divided | None = None
         self._calls: list[Streamed] = []
         self._number = 0  # calls in this forward so far
@@ -123,7 +123,7 @@ class Tape:
         """Runs the stage on `x`, records the call and returns the output."""
         edge = get_gradient_edge(x) if x.requires_grad else None
         if edge is not None:
-            self.looks(call.stage, edge)
+            self.trace_input(call.stage, edge)
         streamed = Streamed(call, None if x.is_floating_point() else x, edge)
         self._calls.append(streamed)
         y: torch.Tensor = StreamedStage.apply(anchor, x.detach(), streamed, self._passes)  # type: ignore[no-untyped-call]

@@ -23,14 +23,14 @@ _OF_A_BOX = (
 
 def refuse_keys(recipe: Recipe) -> None:
     """Raises UsageError for what one process can do and several ranks cannot yet."""
-    asked = {
+    refused = {
         "eval.keep_best=true": recipe.eval.keep_best,
         "eval.samples": recipe.eval.samples is not None,
         "train.compile=true": recipe.train.compile,
         "dataset.streaming=true": recipe.dataset.streaming,
         "offload.device=cuda": recipe.offload.device != "cpu" and device_name(recipe) == "cuda",
     }
-    if wrong := [key for key, is_asked in asked.items() if is_asked]:
+    if wrong := [key for key, is_set in refused.items() if is_set]:
         raise UsageError(
             f"several ranks cannot train with {', '.join(wrong)} yet", hint="leave it out, or train in one process: no --nproc"
         )

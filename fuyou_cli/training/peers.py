@@ -70,11 +70,11 @@ class Place:
 def place_of(environ: Mapping[str, str]) -> Place | None:
     """Returns this process's place among several, or None where it is the only one. Raises UsageError for an environment that
     says only half of it, as other tools' do."""
-    present = [name for name in _NAMES if environ.get(name)]
-    if len(present) == len(_NAMES):
+    set_names = [name for name in _NAMES if environ.get(name)]
+    if len(set_names) == len(_NAMES):
         return _place(environ)
-    if ranked := [name for name in present if name in _RANKED]:
-        missing = ", ".join(name for name in _NAMES if name not in present)
+    if ranked := [name for name in set_names if name in _RANKED]:
+        missing = ", ".join(name for name in _NAMES if name not in set_names)
         raise UsageError(f"{', '.join(ranked)} set in the environment, but not {missing}", hint=_LINE)
     for name, tool in _STARTED_BY.items():
         if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
@@ -117,7 +117,7 @@ class Peers:
         self.alike: Alike | None = None  # once rank 0 has planned
         self.ends_together = False  # all ranks end now, so none is missed
         self._others = [rank for rank in range(place.count) if rank != place.rank]
-        self._timeout, self._said, self._known = peer_timeout, 0, dict[str, Any]()
+        self._timeout, self._gathers, self._known = peer_timeout, 0, dict[str, Any]()
         self._lock, self._lost = threading.Lock(), list[FuyouError]()
         self._is_over = threading.Event()
         self._store = _joined_store(place)
@@ -147,8 +147,8 @@ class Peers:
     def all_gather(self, what: str, value: Any, *, within: float = math.inf) -> list[Any]:
         """Returns what every rank tells of `what`, by rank. `within`: seconds after which a rank that has told nothing counts
         as lost. Raises PeerLost."""
-        self._said += 1
-        keys = [f"{self._said} {what}/{rank}" for rank in range(self.count)]
+        self._gathers += 1
+        keys = [f"{self._gathers} {what}/{rank}" for rank in range(self.count)]
         until = time.monotonic() + within
         with self._naming_what_is_lost():
             self._store.set(keys[self.rank], json.dumps(value))
@@ -255,8 +255,9 @@ class Peers:
             beats += 1
             try:
                 self._beating.set(f"beat {self.rank}", str(beats))
-                there = [peer for peer in self._others if self._beating.check([f"beat {peer}"])]
-                counts = {peer: self._beating.get(f"beat {peer}") for peer in there}
+                counts = {
+                    peer: self._beating.get(f"beat {peer}") for peer in self._others if self._beating.check([f"beat {peer}"])
+                }
             except RuntimeError:
                 self._lose(self._meeting_lost())
                 return
@@ -293,12 +294,12 @@ class Peers:
         key, until = f"failed {peer}", time.monotonic() + _REASON
         with suppress(RuntimeError):
             store = self._store.clone()
-            while not (has_told := store.check([key])) and time.monotonic() < until:
+            while not (is_written := store.check([key])) and time.monotonic() < until:
                 time.sleep(_LOOK)
-            if has_told:
-                told = json.loads(store.get(key))
-                error = FuyouError(f"{self.named(peer)} has failed: {one_line(told['message'])}", hint=told["hint"])
-                error.exit_code = int(told["code"])
+            if is_written:
+                failure = json.loads(store.get(key))
+                error = FuyouError(f"{self.named(peer)} has failed: {one_line(failure['message'])}", hint=failure["hint"])
+                error.exit_code = int(failure["code"])
                 return error
         return PeerLost(peer, self.hosts[peer], how)
 
@@ -333,11 +334,11 @@ class Peers:
             thread.join(timeout=max(0.0, until - time.monotonic()))
 
     def _say_why(self, error: BaseException) -> None:
-        told: dict[str, Any] = {"message": f"{type(error).__name__}: {error}", "hint": None, "code": 1}
+        failure: dict[str, Any] = {"message": f"{type(error).__name__}: {error}", "hint": None, "code": 1}
         if isinstance(error, FuyouError):
-            told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
+            failure = {"message": error.message, "hint": error.hint, "code": error.exit_code}
         with suppress(RuntimeError):
-            self._store.set(f"failed {self.rank}", json.dumps(told))
+            self._store.set(f"failed {self.rank}", json.dumps(failure))
 
 
 def _shown(value: Any) -> str:
@@ -366,11 +367,11 @@ def _joined_store(place: Place) -> Any:
 def _box() -> list[str]:
     """Returns the name of this box, and what tells it from another of this name. Ranks on one box share its memory, drives and
     network. Containers beside one another are boxes of their own."""
-    found = [socket.gethostname()]
+    names = [socket.gethostname()]
     for path, read in (("/proc/sys/kernel/random/boot_id", Path.read_text), ("/proc/self/ns/net", os.readlink)):
         with suppress(OSError):
-            found.append(str(read(Path(path))).strip())
-    return found
+            names.append(str(read(Path(path))).strip())
+    return names
 
 
 def _joined_gloo(place: Place, store: Any, hosts: Sequence[str], *, one_box: bool) -> tuple[Ranks, dist.ProcessGroup]:
@@ -401,8 +402,8 @@ def _interface(place: Place, *, one_box: bool) -> str:
         return "lo"
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.address, place.port))  # sends nothing
-        if (found := _interface_of(probe, probe.getsockname()[0])) != "lo":
-            return found
+        if (name := _interface_of(probe, probe.getsockname()[0])) != "lo":
+            return name
         probe.connect(("192.0.2.1", 9))  # an address of nobody: the way out of this box
         return _interface_of(probe, probe.getsockname()[0])
     return ""
@@ -411,7 +412,7 @@ def _interface(place: Place, *, one_box: bool) -> str:
 def _interface_of(probe: socket.socket, address: str) -> str:
     for _, name in socket.if_nameindex():
         with suppress(OSError):  # it has no address
-            found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            if socket.inet_ntoa(found[20:24]) == address:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""

@@ -8,9 +8,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from drawn import every
 
 from .families import FAMILIES
@@ -67,6 +71,28 @@ def test_families_on_three_ranks(family: str, workers: Workers) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_on_two_ranks(name: str, workers: Workers) -> None:
     compare(CASES[name], workers, 2)
+
+
+def test_messages_of_one_tag_keep_their_order() -> None:
+    """`Link` gives all micro-batches of a boundary one tag. Receives that come first, and sends that do."""
+    store, groups = dist.HashStore(), dict[int, Any]()
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+    joining = [Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join()
+    sent = [torch.tensor([number]) for number in range(6000)]
+    received = [torch.zeros(1, dtype=torch.int64) for _ in sent]
+    receives = [groups[1].recv([target], 0, 7) for target in received[:3000]]
+    sends = [groups[0].send([source], 1, 7) for source in sent]
+    receives += [groups[1].recv([target], 0, 7) for target in received[3000:]]
+    for work in (*sends, *receives):
+        work.wait()
+    assert torch.cat(received).tolist() == list(range(6000))
 
 
 def test_bytes_of_the_stores_are_those_of_one(workers: Workers) -> None:
