@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -27,6 +28,9 @@ from ..spec.plan import MicroBatch, Span
 from .context import Context, HostMemory, whole_batch
 from .devices.base import Device, Event, Moment
 from .moves import Waiting
+
+if TYPE_CHECKING:
+    from .link import Giving  # loads torch.distributed, which one process does not need
 
 HostInputs = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
 AfterUpload = Callable[[int], None]
@@ -267,26 +271,30 @@ class Leaving:
 
 class Gathering:
     """Gathers a visit's results in one tensor of the whole batch, in host memory or on the device. Padding that no micro-batch
-    computes is zero there."""
+    computes is zero there. `gives`: sends each result to another rank."""
 
-    def __init__(self, crossings: Crossings, shape: torch.Size) -> None:
+    def __init__(self, crossings: Crossings, shape: torch.Size, gives: Giving | None = None) -> None:
         """`shape`: rows and tokens of the whole batch come first."""
-        self.leaving, self._crossings, self._shape = Leaving(crossings), crossings, tuple(shape[:2])
+        self.leaving, self._crossings, self._shape, self._gives = Leaving(crossings), crossings, tuple(shape[:2]), gives
         self._as_it_is = not crossings.device.separate
         self._batch: torch.Tensor | None = None
 
-    def put(self, micro_batch: MicroBatch, part: torch.Tensor, then: TakeResult | None = None) -> None:
+    def put(self, micro_batch: MicroBatch, part: torch.Tensor) -> None:
         """Puts a part in its place. `part`: (rows, tokens, ...) on the device. On device cpu it may be the whole, and is not
-        copied. `then` is called with it there."""
+        copied."""
+        gives = self._gives
         if self._as_it_is and tuple(part.shape[:2]) == self._shape:
             self._batch = part
-            if then is not None:
-                then(part)
+            if gives is not None:
+                gives(part)
             return
         if self._batch is None:
-            self._batch = self._crossings.batches.lend((*self._shape, *part.shape[2:]), part.dtype)
+            lend = self._crossings.batches.lend if gives is None else gives.lend
+            self._batch = lend((*self._shape, *part.shape[2:]), part.dtype)
+        if gives is not None:
+            gives.wait_for_place()
         clear_padding(self._batch, micro_batch)
-        self.leaving.put(part, micro_batch.of(self._batch), then)
+        self.leaving.put(part, micro_batch.of(self._batch), gives)
 
     def settled(self) -> torch.Tensor:
         """Returns the whole batch, once every part is there."""

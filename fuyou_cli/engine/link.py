@@ -3,7 +3,10 @@
 Every rank runs the model's own forward. Where it calls a stage that another rank computes, this rank either receives the
 output, if it computes the next stage, or goes on with zeros that nobody reads. What is received comes by micro-batch into
 one tensor of the whole batch, and compute waits for each when it needs it. Receives are posted when the visit before begins.
-What is sent is held until it has left; a rank sends two boundaries at a time.
+What is sent is held until it has left.
+
+A micro-batch passes through the stages one after the other. So where one arrives for a visit, what the visit before gave of it
+has been received: all visits send out of one tensor of the whole batch, and none waits for its place in it.
 
 All ranks do the same visits in one order, in which every message goes from a visit to the next one. So whatever the earliest
 unfinished visit waits for has been sent or will be, and no owner map makes ranks wait for each other for ever
@@ -14,7 +17,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,8 +33,6 @@ from ..spec.plan import MicroBatch
 from .anatomy import Anatomy
 from .calls import TRIED, Made, stage_calls
 from .ranks import FIRST_TAG, Ranks
-
-_SENDS_AT_ONCE = 2  # boundaries on their way to other ranks
 
 WaitUntil = Callable[[Callable[[], bool], str], None]
 Lend = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -143,7 +143,8 @@ class Link:
         self._cursor = -1
         self._incoming: dict[int, Incoming] = {}  # by the visit that takes it
         self._by_memory: dict[int, Incoming] = {}  # of the visit under way and the next, by address
-        self._sending: deque[tuple[Boundary, list[_Ticket]]] = deque()
+        self._outgoing: torch.Tensor | None = None  # the whole batch that visits send out of
+        self._leaving: dict[int, _Ticket] = {}  # what was sent last of each micro-batch, by its number
         self._sent = 0  # micro-batches of what the visit under way gives
         self._receiver, self._sender = _InOrder("fuyou-receiving"), _InOrder("fuyou-sending")
 
@@ -162,6 +163,8 @@ class Link:
 
     def begin_sweep(self, parts: tuple[MicroBatch, ...], width: int) -> None:
         """Begins a sweep over these micro-batches, of rows of `width` tokens."""
+        if parts != self._parts:
+            self.settle()
         self._parts, self._shape = parts, (parts[-1].end, width)
 
     def enter(self, visit: Visit) -> None:
@@ -233,13 +236,30 @@ class Link:
 
     # ---- sending -------------------------------------------------------------------------------------------------
 
-    def gives(self) -> Callable[[torch.Tensor], None] | None:
-        """Returns what sends the next micro-batch of what the visit under way gives; None if it gives nothing, or if the model
+    def gives(self) -> Giving | None:
+        """Returns what sends the micro-batches of what the visit under way gives; None if it gives nothing, or if the model
         computes something before it is another rank's."""
         boundary = self._of(self._cursor).gives
         if boundary is None or (boundary.backward and boundary.stage not in self._direct):
             return None
-        return lambda part: self._send(boundary, part)
+        return Giving(self, boundary)
+
+    def outgoing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns the whole batch that visits send out of. A micro-batch has left it after `wait_left`."""
+        if self._outgoing is None or (tuple(self._outgoing.shape), self._outgoing.dtype) != (shape, dtype):
+            self.settle()
+            self._outgoing = self._lend(shape, dtype)
+        return self._outgoing
+
+    def send_out_of(self, whole: torch.Tensor) -> None:
+        """Has visits from this one on send out of `whole`, which nobody else reads once it is sent."""
+        self._outgoing = whole
+
+    def wait_left(self, number: int) -> None:
+        """Waits until what was sent last of a micro-batch has left."""
+        ticket = self._leaving.pop(number, None)
+        if ticket is not None:
+            self._wait_until(ticket.is_over, f"boundary to rank {ticket.peer}")
 
     def give_whole(self, stage: int, whole: torch.Tensor, *, backward: bool) -> bool:
         """Sends what the visit under way gives of `stage`, unless its micro-batches were sent one by one. Returns whether it
@@ -248,33 +268,27 @@ class Link:
         if boundary is None or (boundary.stage, boundary.backward) != (stage, backward):
             return False
         for part in self._parts[self._sent :]:
-            self._send(boundary, part.of(whole))
+            self.send(boundary, part.of(whole))
         return True
 
-    def _send(self, boundary: Boundary, part: torch.Tensor) -> None:
-        if not self._sent:
-            while len(self._sending) >= _SENDS_AT_ONCE:
-                self._settle_one()
-            self._sending.append((boundary, []))
+    def send(self, boundary: Boundary, part: torch.Tensor) -> None:
+        """Sends the next micro-batch of what the visit under way gives."""
+        self.wait_left(self._sent)
         ticket, part = _Ticket(self.ranks, boundary.peer), part.detach().contiguous()
         try:
             work = dist.isend(part, group=self.ranks.group, group_dst=boundary.peer, tag=_tag(boundary))
         except RuntimeError as error:
             raise self.ranks.lost(boundary.peer, error) from error
         self._sender.put(work, ticket)
-        self._sending[-1][1].append(ticket)
+        self._leaving[self._sent] = ticket
         self._sent += 1
         self.sent_bytes += part.nbytes
 
     def settle(self) -> None:
-        """Waits until everything sent has left."""
-        while self._sending:
-            self._settle_one()
-
-    def _settle_one(self) -> None:
-        boundary, tickets = self._sending.popleft()
-        for ticket in tickets:
-            self._wait_until(ticket.is_over, f"boundary to rank {boundary.peer}")
+        """Waits until everything sent has left, and gives its memory up."""
+        for number in sorted(self._leaving):
+            self.wait_left(number)
+        self._outgoing = None
 
     # ---- stages of other ranks -----------------------------------------------------------------------------------
 
@@ -312,6 +326,28 @@ class Link:
 
     def knows_sources(self, stage: int) -> bool:
         return stage in self._traced
+
+
+class Giving:
+    """Sends what one visit gives, micro-batch by micro-batch, out of one tensor of the whole batch."""
+
+    def __init__(self, link: Link, boundary: Boundary) -> None:
+        self._link, self._boundary = link, boundary
+        self._placed = 0  # micro-batches that were given their place
+
+    def lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns that tensor. `wait_for_place` comes before each of its micro-batches is written."""
+        return self._link.outgoing(shape, dtype)
+
+    def wait_for_place(self) -> None:
+        self._link.wait_left(self._placed)
+        self._placed += 1
+
+    def send_out_of(self, whole: torch.Tensor) -> None:
+        self._link.send_out_of(whole)
+
+    def __call__(self, part: torch.Tensor) -> None:
+        self._link.send(self._boundary, part)
 
 
 def _tag(boundary: Boundary) -> int:

@@ -90,8 +90,8 @@ class BlockPasses:
     ) -> torch.Tensor:
         """Computes a visit. `stash`: the boundary is copied to its place by micro-batch, from where it computes."""
         visits, activations = self.visits, self.activations[call.stage]
-        y = Gathering(visits.crossings, x.shape)
-        micro_batches, gives = visits.micro_batches(x), visits.gives()
+        y = Gathering(visits.crossings, x.shape, visits.gives())
+        micro_batches = visits.micro_batches(x)
         arriving = visits.inputs(partial(visits.parts, each, [x]) for each in micro_batches)
         with self._watch_routing(call.stage, parameters, recompute=False) as routed:
             for number, micro_batch in enumerate(micro_batches):
@@ -103,7 +103,7 @@ class BlockPasses:
                 visits.seed(call.stage, number)
                 if routed is not None:
                     routed.begin(number, micro_batch)
-                y.put(micro_batch, activations.forward(call.of(number), part, number, parameters), gives)
+                y.put(micro_batch, activations.forward(call.of(number), part, number, parameters))
                 if stash and visits.device.separate and part._version != version:
                     raise self._written_into(call.stage, call.of(number), part)
                 if sent is not None:
@@ -144,8 +144,8 @@ class BlockPasses:
         batches = [grad_y] if other is None else [grad_y, other.gradients]
         sources = (partial(lambda n, each: [x[n], *visits.parts(each, batches)], *each) for each in enumerate(micro_batches))
         arriving = visits.inputs(sources, after_upload=activations.begin)
-        grad_x = Gathering(visits.crossings, grad_y.shape)
-        passes_on, gives = visits.model.stages[call.stage].passes_on, visits.gives()
+        grad_x = Gathering(visits.crossings, grad_y.shape, visits.gives())
+        passes_on = visits.model.stages[call.stage].passes_on
         with (
             visits.learning(call.stage, flat, total) as parameters,
             self._watch_routing(call.stage, parameters, recompute=True) as routed,
@@ -165,7 +165,7 @@ class BlockPasses:
                 del y, grad, more, roots  # each is as large as a micro-batch's boundary
                 if passes_on:
                     assert part.grad is not None
-                    grad_x.put(micro_batch, part.grad, gives)
+                    grad_x.put(micro_batch, part.grad)
                 if len(micro_batches) > 1:
                     visits.between()
         visits.boundaries.awaits(call.stage, *arriving.uploads)
@@ -227,6 +227,8 @@ class RangedPasses(BlockPasses):
         leaving, target = Leaving(visits.crossings), y if is_last else sums
         with visits.forward(stage, sent) as (visit, parameters):
             arriving, gives = visits.inputs(partial(visits.parts, part, batches) for part in micro_batches), visits.gives()
+            if gives is not None:
+                gives.send_out_of(y)
             for number, part in enumerate(micro_batches):
                 packed, *more = arriving.take()
                 if visit.stash and visits.device.separate:

@@ -25,14 +25,14 @@ from .activations import Boundaries
 from .anatomy import Installed
 from .compute_weights import ComputeWeights
 from .context import Context
-from .crossings import AfterUpload, Arriving, Crossings, HostInputs, TakeResult
+from .crossings import AfterUpload, Arriving, Crossings, HostInputs
 from .devices.base import Moment
 from .gradients import GradientSum, GradientSums, HandOver
 from .moves import DaemonMoves
 from .updates import DeviceStates
 
 if TYPE_CHECKING:
-    from .link import Link  # loads torch.distributed, which one process does not need
+    from .link import Giving, Link  # loads torch.distributed, which one process does not need
 
 BETWEEN_STAGES = 1 << 30  # the stage number of random streams in the model's own forward
 INSIDE = 5e-4  # seconds between looks inside a stage's forward: its layers take microseconds, or tenths of a second
@@ -185,8 +185,8 @@ class Visits:
                 self.link.arrived(whole, part)
         return [part.of(whole).contiguous() for whole in batches]
 
-    def gives(self) -> TakeResult | None:
-        """Returns what takes each result of the visit's micro-batches, if another rank needs them."""
+    def gives(self) -> Giving | None:
+        """Returns what sends each result of the visit's micro-batches, if another rank needs them."""
         return None if self.link is None else self.link.gives()
 
     def inputs(self, sources: Iterable[HostInputs], after_upload: AfterUpload = lambda number: None) -> Arriving:

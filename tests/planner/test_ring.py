@@ -22,7 +22,6 @@ from fuyou_cli.spec.plan import Plan
 from .models import HARDWARE, SPEC, model, models, request, request_for, with_budget, with_graphs
 
 EIGHT = model(1 << 20, *[1 << 20] * 8, 1 << 11, 4 << 20)
-SENDS_AT_ONCE = 2  # boundaries of a rank that may be on their way
 
 
 def random_owners(spec: ModelSpec, ranks: int, chance: random.Random) -> tuple[int, ...]:
@@ -153,7 +152,8 @@ def test_what_one_gives_another_takes() -> None:
 
 
 # Replays a step of all ranks by rendezvous: a message arrives once it was sent and its receive was posted. A rank posts the
-# receives of a visit when it enters the visit before, and holds what it sends in two places.
+# receives of a visit when it enters the visit before, and holds one boundary that it sends: a micro-batch of the next one takes
+# the place of its own.
 
 Message = tuple[int, int, Boundary, int, int]  # from, to, what, of which step, micro-batch
 
@@ -173,7 +173,7 @@ def running(
 ) -> Iterator[None]:
     """Runs two steps of a rank. Yields while it waits."""
     times: Counter[tuple[str, Boundary]] = Counter()
-    on_the_way: list[list[Message]] = []
+    leaving: dict[int, Message] = {}
     for step in range(2):
         posted: dict[int, list[Message]] = {}
         for index, exchange in enumerate(found):
@@ -188,19 +188,16 @@ def running(
             gives = exchange.gives
             if gives is not None:
                 times["gives", gives] += 1
-                on_the_way.append([])
-                while len(on_the_way) > SENDS_AT_ONCE:
-                    while not all(map(wire.arrived, on_the_way[0])):
-                        yield
-                    on_the_way.pop(0)
             for number in range(micro_batches):
                 if exchange.takes is not None:
                     while not wire.arrived(posted[index][number]):
                         yield
                 if gives is not None:
                     message = (rank, gives.peer, replace(gives, peer=0), times["gives", gives], number)
+                    while number in leaving and not wire.arrived(leaving[number]):
+                        yield
                     wire.sent.add(message)
-                    on_the_way[-1].append(message)
+                    leaving[number] = message
                 yield
         wire.gathered[step] += 1
         while wire.gathered[step] < ranks:
