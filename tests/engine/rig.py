@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fuyou_cli.engine.anatomy import Anatomy, as_marked, dissect, frozen, isolated
+from fuyou_cli.engine.anatomy import Anatomy, as_marked, dissect, frozen, isolated, quantised
 from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
 from fuyou_cli.engine.context import HostMemory
 from fuyou_cli.engine.cutting import cut_experts, cut_vocabulary
@@ -42,10 +42,12 @@ from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import Dtype, ModelSpec, Rule, StageSpec, StateDtype, StateLayout
+from fuyou_cli.spec.packed_tensors import Quantised
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
-from fuyou_cli.swap.kernels import join, scratch_size
+from fuyou_cli.swap.kernels import Workers, join, scratch_size
 from fuyou_cli.swap.store import Arena, Store
+from fuyou_cli.training.quantised_weights import quantise
 from tests import emulated
 
 from .comparing import Outcome
@@ -87,6 +89,7 @@ class Shape:
     rule: Rule = "adamw"
     router_aux_loss: float = 0.0
     experts: int = 0  # of a range
+    quantised: Quantised | None = None  # how frozen weights of blocks rest
 
 
 # What takes long to make, once for all subjects of a process that are made of the same. A test that changes a skeleton puts it
@@ -125,8 +128,9 @@ class Subject:
         anatomy = _dissected(made_of, config, shape.dtype, attention, adapter, apart)
         self.attention = anatomy.model.config._attn_implementation
         anatomy = frozen(anatomy, freeze) if adapter is None else as_marked(anatomy)
+        anatomy = anatomy if shape.quantised is None else quantised(anatomy, shape.quantised)
         self.anatomy = cut_experts(cut_vocabulary(anatomy, shape.vocabulary), shape.experts)
-        self.spec = self._inspected((made_of, tuple(freeze))).with_layout(
+        self.spec = self._inspected((made_of, tuple(freeze), shape.quantised)).with_layout(
             StateLayout(weights=shape.dtype, dtype=shape.states, rule=shape.rule)
         )
         self.numerics = Numerics(
@@ -364,8 +368,12 @@ class Rig:
         for stage, placed in self._stages():
             target = placed.weights_ram or self._window
             there = self.executor.visits.states.weights(stage.index)
-            flat = self.memory.tensor(target, TORCH_DTYPE[self.spec.compute_dtype], stage.params).zero_()
+            flat = self.memory.tensor(target, TORCH_DTYPE[self.spec.compute_dtype], stage.params - stage.quantised).zero_()
+            if stage.quantised:
+                self._quantise(stage, target, weights)
             for tensor in stage.tensors:
+                if tensor.quantised:
+                    continue
                 part = weights[tensor.name].reshape(-1)[tensor.first : tensor.first + tensor.numel]
                 flat[tensor.offset : tensor.offset + tensor.numel] = part
             if there is not None:
@@ -375,6 +383,14 @@ class Rig:
                     self.daemon.wait(self.daemon.write(target.offset + place, extent.offset, extent.size))
             if placed.trained_ram is not None:
                 self.memory.tensor(placed.trained_ram, flat.dtype).copy_(flat[: stage.trained])
+
+    def _quantise(self, stage: StageSpec, target: Span, weights: dict[str, torch.Tensor]) -> None:
+        bank = self.memory.tensor(target, torch.uint8, stage.weight_bytes)[-stage.packed_bytes :]
+        with Workers(1) as workers:
+            quantise(
+                stage, bank, lambda name, most: iter(weights[name].reshape(-1).split(most)), dtype=self.spec.compute_dtype,
+                workers=workers,
+            )  # fmt: skip
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every parameter as it rests (drained), in the compute dtype."""

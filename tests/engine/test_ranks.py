@@ -23,7 +23,6 @@ from .ring import Case, Workers, compare, in_dtype
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 CASES: dict[str, Case] = {
     "no clipping": Case(family="llama", shape=BFLOAT16, way={"clip": None}),
-    "all in RAM": Case(family="llama", way={"home": "cpu"}),
     "as planned": Case(family="llama", way={"home": None}),
     "sweeps": Case(family="llama", shape=BFLOAT16, way={"sweeps": 2}),
     "norm first": Case(family="llama", shape=BFLOAT16, way={"norm_first": True, "lookahead": 2}),
@@ -34,8 +33,8 @@ CASES: dict[str, Case] = {
     "projections": Case(family="opt, projected"),
     "frozen below": Case(family="llama", freeze=("model.embed_tokens", "model.layers.[0-1]")),
     "LoRA": Case(family="llama", shape=BFLOAT16, adapter=True),
+    "LoRA over nf4": Case(family="llama", shape={**BFLOAT16, "quantised": "nf4"}, adapter=True),
     "int8 states": Case(family="qwen3", shape={"states": "int8"}),
-    "Lion": Case(family="qwen3", shape={"rule": "lion"}),
     "outputs kept": Case(family="llama", way={"kept": "all"}),
     "a mixture": Case(family="qwen3_moe", shape={"router_aux_loss": 0.05}, evaluates=True),
     "another mixture": Case(family="gpt_oss", shape={**BFLOAT16, "router_aux_loss": 0.05}),
