@@ -57,12 +57,12 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
     if os.path.lexists(directory / SINGLE_NAME):
         file = inside(directory, SINGLE_NAME)
-        found = Checkpoint(directory=directory, entries=parse_file(file).entries)
+        checkpoint = Checkpoint(directory=directory, entries=parse_file(file).entries)
     elif os.path.lexists(directory / INDEX_NAME):
-        found = _open_sharded(directory, shard_map(directory))
+        checkpoint = _open_sharded(directory, shard_map(directory))
     else:
         raise _no_weights(directory)
-    return replace(found, entries=with_quantised(found.entries))
+    return replace(checkpoint, entries=with_quantised(checkpoint.entries))
 
 
 def has_weights(directory: Path) -> bool:

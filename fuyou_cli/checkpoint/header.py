@@ -67,8 +67,8 @@ class TensorEntry:
     @property
     def parts(self) -> tuple[TensorEntry, ...]:
         """Returns where the scales of a quantised tensor are."""
-        found = () if self.scales is None else (self.scales.maxima, self.scales.outer)
-        return tuple(part for part in found if part is not None)
+        parts = () if self.scales is None else (self.scales.maxima, self.scales.outer)
+        return tuple(part for part in parts if part is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +98,8 @@ def parse_file(path: Path) -> Header:
         begin = 8 + int.from_bytes(read_plain(path, limit=8), "little")
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
-            found = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            told = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in found]
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     except SafetensorError as error:
         if isinstance(failed := unusable(f"{shown(str(path))}: cannot be read", error), UnreadableError):
             raise failed from error
@@ -108,7 +108,7 @@ def parse_file(path: Path) -> Header:
         why = getattr(error, "strerror", None) or error
         raise unusable(f"{shown(str(path))}: cannot be read: {why}", error) from error
     entries = dict[str, TensorEntry]()
-    for name, dtype, shape in told:
+    for name, dtype, shape in described:
         if len(name) > NAME_LIMIT:
             raise _refusal(path, f"the name of tensor {shown(name)} has {len(name)} characters, more than {NAME_LIMIT}")
         if dtype not in DTYPES:

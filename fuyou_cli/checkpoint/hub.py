@@ -116,12 +116,12 @@ def resolve(
             f"{name_or_path}: no such directory", hint="give a directory that exists, or a hub id such as organisation/model"
         )
     need_weights = need_weights and not tokenizer_only
-    found = _cached(name_or_path, revision, need_weights, tokenizer_only)
+    cached = _cached(name_or_path, revision, need_weights, tokenizer_only)
     code = [CODE_PATTERN] if trust_remote_code else []
     fetch = partial(_fetch, name_or_path, say=say, progress=progress)
-    directory = found or fetch(revision, [CONFIG_NAME, INDEX_NAME, *PATTERNS, *code])
+    directory = cached or fetch(revision, [CONFIG_NAME, INDEX_NAME, *PATTERNS, *code])
     _check(name_or_path, directory, tokenizer_only, trust_remote_code)  # before gigabytes are downloaded for nothing
-    if found is None and need_weights:
+    if cached is None and need_weights:
         names = _weight_names(directory)
         fetch(directory.name, [glob.escape(name) for name in names])  # of the same commit
         missing = [name for name in names if not (directory / name).is_file()]
@@ -229,10 +229,10 @@ def _fetch(name: str, revision: str | None, patterns: list[str], *, say: Callabl
         def report(done: int) -> None:
             progress(f"downloading {name}", min(done, total), total)
 
-        found = snapshot_download(name, tqdm_class=_progress_bar(report), **options)
+        folder = snapshot_download(name, tqdm_class=_progress_bar(report), **options)
         if total:
             report(total)
-        return Path(found)
+        return Path(folder)
     except FuyouError:
         raise
     except expected as error:
@@ -252,17 +252,17 @@ def _explained(at: str, error: BaseException) -> FuyouError:
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and len(chain) < 16:
         chain.append(cause)
-    for one in chain:
+    for cause in chain:
         for kind, what, hint in known:
-            if isinstance(one, kind):
+            if isinstance(cause, kind):
                 return UsageError(f"{at}: {what}", hint=hint)
-        if isinstance(one, errors.HfHubHTTPError) and (code := one.response.status_code) in (401, 403):
+        if isinstance(cause, errors.HfHubHTTPError) and (code := cause.response.status_code) in (401, 403):
             hint = f"the token may be wrong or lack the right: {_LOG_IN}"
             return UsageError(f"{at}: the hub refuses access ({code})", hint=hint)
-        if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return OutOfSpaceError(
                 f"{at}: the disk of the hub's cache is full",
-                hint=f"{remedy(one) or 'free some space'}; then run the same command again: finished parts are kept",
+                hint=f"{remedy(cause) or 'free some space'}; then run the same command again: finished parts are kept",
             )
     name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
     why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"

@@ -70,23 +70,23 @@ def entries_for(
         shapes |= parts.get(name) or {name: tuple(tensor.shape)}
     named = {name: base for name in shapes if (base := base_name(name)) is not None}
     names = {base: shapes[name] for name, base in named.items()}
-    renames = architecture_renames(model, checkpoint.entries, parts={part for those in parts.values() for part, _ in those})
+    renames = architecture_renames(model, checkpoint.entries, parts={part for pairs in parts.values() for part, _ in pairs})
     matched, copies = match(
         names, checkpoint.entries, base_model_prefix=model.base_model_prefix, tied=tied_names(model), renames=renames,
         unread=_unread(model),
     )  # fmt: skip
     carried = {key: entry for key, entry in matched.items() if key not in names}
     with TensorReader() as reader:
-        for one, other in copies:
-            if not reader.equal(one, other):
+        for first, second in copies:
+            if not reader.equal(first, second):
                 raise UsageError(
-                    f"{checkpoint.directory}: {shown(one.name)} and {shown(other.name)} are tied in the model "
+                    f"{checkpoint.directory}: {shown(first.name)} and {shown(second.name)} are tied in the model "
                     "but differ in the file",
                     hint='set "tie_word_embeddings": false in config.json if they are meant to differ',
                 )
-        found = {name: matched[base] for name, base in named.items()}
-        _load_buffers(model, {name: entry for name, entry in found.items() if not is_in(untouched, name)}, reader)
-    return found | carried
+        by_name = {name: matched[base] for name, base in named.items()}
+        _load_buffers(model, {name: entry for name, entry in by_name.items() if not is_in(untouched, name)}, reader)
+    return by_name | carried
 
 
 def _unread(model: PreTrainedModel) -> re.Pattern[str]:
@@ -131,10 +131,10 @@ def match(
     for key, value in entries.items():
         if unread.search(key) and not _HARMLESS.search(key) and _target(known, prefix, renames or {}, key) is None:
             carried[key] = value
-    found, flaws = _assign(known, {k: e for k, e in entries.items() if k not in carried}, prefix, renames or {})
+    assigned, flaws = _assign(known, {k: e for k, e in entries.items() if k not in carried}, prefix, renames or {})
     matched: dict[str, TensorEntry] = {}
     for name, shape in model_names.items():
-        entry = next((found[one] for one in _same_weights(name, tied) if one in found), None)
+        entry = next((assigned[same] for same in _same_weights(name, tied) if same in assigned), None)
         if entry is None:
             flaws["missing"].append(shown(name))
             continue
@@ -145,7 +145,7 @@ def match(
     _refuse(flaws)
     copies = []
     for owner in dict.fromkeys(_owner(name, tied) for name in tied):
-        stored = [found[one] for one in _same_weights(owner, tied) if one in found]
+        stored = [assigned[same] for same in _same_weights(owner, tied) if same in assigned]
         copies += [(stored[0], copy) for copy in stored[1:]]
     return matched | carried, copies
 
@@ -171,8 +171,8 @@ def architecture_renames(model: PreTrainedModel, keys: Iterable[str], *, parts: 
     from transformers.core_model_loading import WeightRenaming
 
     transforms = get_model_conversion_mapping(model)
-    renaming = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converting = [one for one in transforms if not isinstance(one, WeightRenaming)]
+    renaming = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converting = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
     renames: dict[str, str] = {}
     converted: list[str] = []
     for key in sorted(keys):  # sorted: some renames depend on the keys seen before
@@ -209,36 +209,36 @@ def _assign(
     known: set[str], entries: Mapping[str, TensorEntry], prefix: str, renames: Mapping[str, str]
 ) -> tuple[dict[str, TensorEntry], Flaws]:
     """Finds the model's name (from `known`) for each key of the files, and every flaw."""
-    found: dict[str, TensorEntry] = {}
+    assigned: dict[str, TensorEntry] = {}
     flaws: Flaws = {kind: [] for kind in _FLAWS}
     for key, entry in entries.items():
         target = _target(known, prefix, renames, key)
         if target is None:
             if not _HARMLESS.search(key):
                 flaws["not part of this model"].append(shown(key))
-        elif target in found:
-            flaws["stored twice"].append(f"{shown(found[target].name)} and {shown(key)} both stand for {shown(target)}")
+        elif target in assigned:
+            flaws["stored twice"].append(f"{shown(assigned[target].name)} and {shown(key)} both stand for {shown(target)}")
         else:
-            found[target] = entry
+            assigned[target] = entry
             if entry.dtype not in TRAINABLE_DTYPES and entry.scales is None:
                 flaws["of a dtype that cannot be trained"].append(f"{shown(key)} is {entry.dtype}")
-    return found, flaws
+    return assigned, flaws
 
 
 def _target(known: Collection[str], prefix: str, renames: Mapping[str, str], key: str) -> str | None:
     """Returns the model's name (from `known`) for a key of the files, None without one."""
     name = renames.get(key, key)
-    return next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)
+    return next((candidate for candidate in (name, prefix + name, name.removeprefix(prefix)) if candidate in known), None)
 
 
 def _refuse(flaws: Flaws) -> None:
-    told = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in flaws.items() if names]
-    if not told:
+    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in flaws.items() if names]
+    if not lines:
         return
     hint = "config.json and the weights do not belong together: check name_or_path and revision"
     if any(_QUANTISED.search(name.strip("'")) for name in flaws["not part of this model"]):
         hint = "the weights are quantised: fine-tune the original model instead"
-    raise UsageError("the checkpoint does not fit the model:\n  " + "\n  ".join(told), hint=hint)
+    raise UsageError("the checkpoint does not fit the model:\n  " + "\n  ".join(lines), hint=hint)
 
 
 def _listed(names: list[str]) -> str:

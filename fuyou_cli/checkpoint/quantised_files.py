@@ -58,44 +58,44 @@ def with_quantised(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
     entries = _with_own_formats(entries)
     parts: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in entries.items():
-        found, base = _OF_NF4.fullmatch(key), ""
-        if found is not None:
-            base = found[1]
-        elif (found := _OF_INT8.fullmatch(key)) is not None:
-            base = f"{found[1]}.weight"
-        if found is not None and base in entries:
-            parts.setdefault(base, {})[found[2]] = entry
+        match, base = _OF_NF4.fullmatch(key), ""
+        if match is not None:
+            base = match[1]
+        elif (match := _OF_INT8.fullmatch(key)) is not None:
+            base = f"{match[1]}.weight"
+        if match is not None and base in entries:
+            parts.setdefault(base, {})[match[2]] = entry
     if not parts:
         return dict(entries)
-    taken = {entry.name for found in parts.values() for entry in found.values()}
+    used = {entry.name for of_base in parts.values() for entry in of_base.values()}
     with TensorReader() as reader:
         return {
             key: _quantised(entry, parts[key], reader) if key in parts else entry
             for key, entry in entries.items()
-            if key not in taken
+            if key not in used
         }
 
 
 def _with_own_formats(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Returns the entries with one for each tensor in mxfp4 or fp8, in the place of its codes."""
-    found, taken = dict[str, TensorEntry](), set[str]()
+    decoded, used = dict[str, TensorEntry](), set[str]()
     for key, entry in entries.items():
         base = key.removesuffix(_BLOCKS)
         if base != key and entry.dtype == "uint8":
             if base in entries:
                 raise _refusal(entry, f"has {shown(base)} beside it, which it stands for")
-            found[base] = _mxfp4(base, entry, entries.get(base + _EXPONENTS))
-            taken.add(base + _EXPONENTS)
+            decoded[base] = _mxfp4(base, entry, entries.get(base + _EXPONENTS))
+            used.add(base + _EXPONENTS)
         elif key.endswith(_EXPONENTS) and entry.dtype == "uint8" and key.removesuffix(_EXPONENTS) + _BLOCKS not in entries:
             raise _refusal(entry, f"has no {key.removesuffix(_EXPONENTS).rpartition('.')[2]}{_BLOCKS} beside it")
         elif entry.dtype == _E4M3:
-            found[key] = _fp8(entry, entries.get(key + _SCALES))
-            taken.add(key + _SCALES)
+            decoded[key] = _fp8(entry, entries.get(key + _SCALES))
+            used.add(key + _SCALES)
         elif key.endswith(_SCALES) and (codes := entries.get(key.removesuffix(_SCALES))) is not None and codes.dtype != _E4M3:
             raise _refusal(codes, f"has scales of fp8 beside it, but is {codes.dtype}")
         else:
-            found[key] = entry
-    return {key: entry for key, entry in found.items() if key not in taken}
+            decoded[key] = entry
+    return {key: entry for key, entry in decoded.items() if key not in used}
 
 
 def _mxfp4(name: str, codes: TensorEntry, exponents: TensorEntry | None) -> TensorEntry:
@@ -183,8 +183,8 @@ def _state(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorR
     if state.blocksize != NF4_BLOCK:
         raise _refusal(entry, f"says blocksize {state.blocksize}: fuyou reads blocks of {NF4_BLOCK}")
     if state.nested_blocksize not in (0, DYNAMIC_BLOCK) or (state.nested_blocksize and state.nested_dtype != "float32"):
-        said = f"nested_blocksize {state.nested_blocksize}, nested_dtype {shown(state.nested_dtype)}"
-        raise _refusal(entry, f"says {said}: fuyou reads blocks of {DYNAMIC_BLOCK} in float32")
+        sizes = f"nested_blocksize {state.nested_blocksize}, nested_dtype {shown(state.nested_dtype)}"
+        raise _refusal(entry, f"says {sizes}: fuyou reads blocks of {DYNAMIC_BLOCK} in float32")
     if state.nested_blocksize and state.nested_offset is None:
         raise _refusal(entry, "has no nested_offset, which is the mean of the scales")
     if state.nested_offset is not None and state.nested_offset > float(np.finfo(np.float32).max):
@@ -200,8 +200,8 @@ def _part(codes: TensorEntry, parts: Mapping[str, TensorEntry], name: str, dtype
     if entry is None:
         raise _refusal(codes, f"has no {name} beside it")
     if entry.dtype != dtype or entry.numel != count:
-        found = f"{entry.numel:,} of {entry.dtype}"
-        raise _refusal(entry, f"has {found}, but {count:,} of {dtype} are needed")
+        stored = f"{entry.numel:,} of {entry.dtype}"
+        raise _refusal(entry, f"has {stored}, but {count:,} of {dtype} are needed")
     return entry
 
 
@@ -223,15 +223,15 @@ def reads_parts(entry: TensorEntry, at: PackedTensor, reader: TensorReader, *, f
     def read(part: tuple[int, int], begin: int, end: int) -> memoryview:
         if part not in sources:
             return memoryview(np.array([scales.mean], np.float32).tobytes())[begin:end]
-        source, here = sources[part], skipped.get(part, 0)
+        source, before = sources[part], skipped.get(part, 0)
         if scales.kind == "fp8":
             return _of_fp8(source, begin, end, reader)
-        found = reader.read_some(source, here + begin, end - begin)
-        if source.dtype == "float32" and not np.isfinite(np.frombuffer(found, np.float32)).all():
+        content = reader.read_some(source, before + begin, end - begin)
+        if source.dtype == "float32" and not np.isfinite(np.frombuffer(content, np.float32)).all():
             raise _refusal(source, "has scales that are not finite")
-        if scales.kind == "mxfp4" and part == at.maxima and np.frombuffer(found, np.uint8).max() > _LARGEST_EXPONENT:
+        if scales.kind == "mxfp4" and part == at.maxima and np.frombuffer(content, np.uint8).max() > _LARGEST_EXPONENT:
             raise _refusal(source, f"has scales above {_LARGEST_EXPONENT}, with which values are not finite")
-        return memoryview(found)
+        return memoryview(content)
 
     return read
 
@@ -239,12 +239,12 @@ def reads_parts(entry: TensorEntry, at: PackedTensor, reader: TensorReader, *, f
 def _of_fp8(source: TensorEntry, begin: int, end: int, reader: TensorReader) -> memoryview:
     """Reads bytes of codes, or of float32 scales; a file may have these in bfloat16."""
     narrow = source.dtype == "bfloat16"
-    found = reader.read_some(source, begin // 2 if narrow else begin, (end - begin) // 2 if narrow else end - begin)
+    content = reader.read_some(source, begin // 2 if narrow else begin, (end - begin) // 2 if narrow else end - begin)
     if source.dtype == "fp8":
-        if any(code in found for code in _NO_NUMBERS):
+        if any(code in content for code in _NO_NUMBERS):
             raise _refusal(source, "has values that are NaN")
-        return memoryview(found)
-    wide: Any = np.frombuffer(found, np.uint16).astype(np.uint32) << 16 if narrow else np.frombuffer(found, np.uint32)
+        return memoryview(content)
+    wide: Any = np.frombuffer(content, np.uint16).astype(np.uint32) << 16 if narrow else np.frombuffer(content, np.uint32)
     with np.errstate(over="ignore"):
         if not np.isfinite(wide.view(np.float32) * np.float32(_LARGEST_FP8)).all():
             raise _refusal(source, "has scales with which values are not finite")

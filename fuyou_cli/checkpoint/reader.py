@@ -100,18 +100,18 @@ class TensorReader:
                     hint="train with dtype: float32 or bfloat16",
                 )
 
-    def equal(self, one: TensorEntry, other: TensorEntry) -> bool:
+    def equal(self, first: TensorEntry, second: TensorEntry) -> bool:
         """Whether two tensors of the files have equal dtype, shape and bytes. Needs two pieces of memory."""
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
-            self.read_some(one, begin, PIECE // 2) == self.read_some(other, begin, PIECE // 2)
-            for begin in range(0, one.nbytes, PIECE // 2)
+        return (first.dtype, first.shape) == (second.dtype, second.shape) and all(
+            self.read_some(first, begin, PIECE // 2) == self.read_some(second, begin, PIECE // 2)
+            for begin in range(0, first.nbytes, PIECE // 2)
         )
 
     def read_some(self, entry: TensorEntry, begin: int, most: int) -> bytes:
         """Reads at most `most` bytes of the tensor from byte `begin` on, unconverted."""
-        found = bytearray(min(most, entry.nbytes - begin))
-        self._read_bytes(entry, begin, memoryview(found))
-        return bytes(found)
+        content = bytearray(min(most, entry.nbytes - begin))
+        self._read_bytes(entry, begin, memoryview(content))
+        return bytes(content)
 
     def read_pages(self, file: Path, begin: int, end: int, destination: memoryview) -> None:
         """Fills `destination`, which begins at a page of memory, with the file's bytes from `begin` to `end`, both in whole

@@ -346,16 +346,16 @@ def _write(path: Path, parts: Iterable[memoryview]) -> Iterator[int]:
     unsynced = 0
     with path.open("xb", buffering=0) as file:
         for part in parts:
-            rest, refused = part, 0
-            while rest:
+            unwritten, refused = part, 0
+            while unwritten:
                 try:
-                    written = os.write(file.fileno(), rest)
+                    written = os.write(file.fileno(), unwritten)
                 except BlockingIOError:  # the kernel asks for another try
                     refused += 1
                     if refused == TRIES:
                         raise
                     continue
-                rest = rest[written:]
+                unwritten = unwritten[written:]
                 unsynced += written
             if unsynced >= SYNC_EVERY:
                 _settle(file.fileno())
@@ -388,8 +388,8 @@ def _verify(directory: Path, tensors: Sequence[OutTensor], single: str) -> None:
     """Reads every header back and checks the file's length and its tensors."""
     alone = directory / single
     entries = parse_file(alone).entries if alone.is_file() else open_checkpoint(directory).entries
-    found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    if found != {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}:
+    written = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    if written != {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}:
         raise FuyouError(f"{directory}: the written files do not read back as they were written")
 
 

@@ -271,7 +271,7 @@ def collate(rows: RowSource, indices: Sequence[int], *, pad_id: int, max_len: in
         tokens = rows.tokens(index)
         input_ids[number, : len(tokens)] = tokens
         labels[number, : len(tokens)] = np.where(rows.mask(index) != 0, tokens, NO_LOSS)
-    documents = [_padded(found, width) for index in indices if (found := rows.documents(index)) is not None]
+    documents = [_padded(documents_of, width) for index in indices if (documents_of := rows.documents(index)) is not None]
     return Batch(
         input_ids=input_ids,
         labels=labels,
@@ -379,8 +379,8 @@ class Sampler:
             facts.append(f"{steps:,} {are} {self.epoch(steps):.3g} epochs, but train.epochs is {epochs}")
         if not facts:
             return None
-        told = f"{self.rows:,} row{'s' * (self.rows != 1)}, batches of {self.batch_size:,}: {', and '.join(facts)}"
-        return f"{told} (use a smaller train.batch_size to come closer)"
+        note = f"{self.rows:,} row{'s' * (self.rows != 1)}, batches of {self.batch_size:,}: {', and '.join(facts)}"
+        return f"{note} (use a smaller train.batch_size to come closer)"
 
     def epoch(self, step: int) -> float:
         """Returns how many times the data has been seen before global step `step`."""

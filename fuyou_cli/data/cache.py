@@ -74,10 +74,10 @@ def prepare(asked: RowsRequest, cache_dir: Path, *, say: Say = say_nothing) -> R
     return Rows(final, paths=paths)
 
 
-def rename_unless_made(made: Path, final: Path) -> None:
+def rename_unless_made(rows: Path, final: Path) -> None:
     """Gives rows their name, unless another run has made the same in the meantime."""
     try:
-        made.rename(final)
+        rows.rename(final)
     except OSError:
         if not final.is_dir():
             raise

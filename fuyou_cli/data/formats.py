@@ -59,7 +59,7 @@ class Texts:
     def runs_together(self) -> bool:
         """Whether two texts meet without white space, as in "...in May?Natalia sold": seldom meant, so a note reports it."""
         pairs = () if self.bare else pairwise(self.texts())
-        return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairs)
+        return any(prompt and answer and not (prompt[-1].isspace() or answer[0].isspace()) for prompt, answer in pairs)
 
     def answers_nothing(self, target: str) -> bool:
         """Whether an answer is asked for and has no text."""
@@ -91,8 +91,8 @@ class Chat:
     def answers_nothing(self, target: str) -> bool:
         """Whether a message of the assistant that carries loss says nothing and calls no tool."""
         learnt = [turn for turn in self.answers(target) if turn not in self.unlearnt]
-        said = ([value for key, value in self.messages[turn].items() if key != "role"] for turn in learnt)
-        return any(not any(map(str.strip, _texts(values))) for values in said)
+        contents = ([value for key, value in self.messages[turn].items() if key != "role"] for turn in learnt)
+        return any(not any(map(str.strip, _texts(values))) for values in contents)
 
     def answers(self, target: str) -> list[int]:
         """Returns the positions of the assistant's messages that `target` means, those of `unlearnt` too."""
@@ -241,10 +241,10 @@ def _numbers(row: _Row, name: str, columns: Columns, *, like: NDArray[np.int64] 
 
 
 def _list(row: _Row, column: str, *, of: str) -> list[object]:
-    found = row.get(column)
-    if not isinstance(found, list) or not found:
+    values = row.get(column)
+    if not isinstance(values, list) or not values:
         raise RowError(f"the column {column} must be a list of {of} that is not empty")
-    return found
+    return values
 
 
 def _conversation(name: str, row: _Row, columns: Columns) -> Chat:
@@ -286,8 +286,8 @@ def _message(turn: object, place: str, noted: set[str]) -> dict[str, object]:
         sender = message.pop("from")
         if not isinstance(sender, str) or sender not in _ROLES:
             raise RowError(f"{place} is from {sender!r}; known are {', '.join(_ROLES)}")
-        said = {"content": message.pop("value")} if "value" in message else {}
-        message = {"role": _ROLES[sender], **said, **message}
+        content = {"content": message.pop("value")} if "value" in message else {}
+        message = {"role": _ROLES[sender], **content, **message}
     if not isinstance(message.get("role"), str):
         raise RowError(f"{place} has no role")
     if "tool_calls" in message:
@@ -300,10 +300,10 @@ def _message(turn: object, place: str, noted: set[str]) -> dict[str, object]:
 def _calls(calls: object, place: str, noted: set[str]) -> list[dict[str, object]]:
     """Reads the tool calls of a message: a list of objects, or that as JSON text. Arguments stay as they are (`tokenise`
     gives them to the template as it takes them)."""
-    found = _of_json(calls, f"{place}: tool_calls")
-    if not isinstance(found, list) or not all(isinstance(call, dict) for call in found):
+    parsed_calls = _of_json(calls, f"{place}: tool_calls")
+    if not isinstance(parsed_calls, list) or not all(isinstance(call, dict) for call in parsed_calls):
         raise RowError(f"{place}: tool_calls must be a list of objects")
-    return found if isinstance(calls, str) else [_object(call, f"{place}: tool_calls", noted) for call in found]
+    return parsed_calls if isinstance(calls, str) else [_object(call, f"{place}: tool_calls", noted) for call in parsed_calls]
 
 
 def _of_json(value: object, place: str) -> object:
@@ -346,12 +346,12 @@ def _is_learnt(message: dict[str, object], place: str) -> bool:
     loss."""
     for key in ("train", "weight"):
         if key in message:
-            said = message.pop(key)
-            if said not in (0, 1):
-                raise RowError(f"{place} has {key}: {said!r}; it must be {'true or false' if key == 'train' else '0 or 1'}")
+            learnt = message.pop(key)
+            if learnt not in (0, 1):
+                raise RowError(f"{place} has {key}: {learnt!r}; it must be {'true or false' if key == 'train' else '0 or 1'}")
             if message["role"] == "assistant":
-                return bool(said)
-            if said and key == "train":
+                return bool(learnt)
+            if learnt and key == "train":
                 raise RowError(f"{place} has train: true, but its role is {message['role']}: only the assistant's carry loss")
     return True
 
@@ -368,15 +368,15 @@ def _tools(row: _Row, column: str, noted: set[str]) -> tuple[object, ...]:
 
 
 def _tool(tool: object, place: str, noted: set[str], of_text: bool) -> dict[str, object]:
-    found = _of_json(tool, place)
-    if not isinstance(found, dict):
+    parsed_tool = _of_json(tool, place)
+    if not isinstance(parsed_tool, dict):
         raise RowError(f"{place} must be an object")
     if not (of_text or isinstance(tool, str)):
-        found = _object(found, place, noted)
-    function = found.get("function", found)
+        parsed_tool = _object(parsed_tool, place, noted)
+    function = parsed_tool.get("function", parsed_tool)
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
         function["parameters"] = _of_json(function["parameters"], f"{place}: parameters")
-    return found
+    return parsed_tool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,7 +416,7 @@ def choose_format(asked: str, present: frozenset[str], columns: Columns) -> str:
     if unknown:
         raise RowError(f"columns: {unknown[0]} is not a column of format {asked}; its columns are {', '.join(sorted(known))}")
     for name, candidate in candidates.items():
-        missing = [column for one in candidate.required if (column := columns.get(one, one)) not in present]
+        missing = [column for needed in candidate.required if (column := columns.get(needed, needed)) not in present]
         if not missing and set(columns) <= {*candidate.required, *candidate.optional}:
             return name
     if asked == "auto":
@@ -428,8 +428,8 @@ def choose_format(asked: str, present: frozenset[str], columns: Columns) -> str:
 def _listed(columns: Iterable[str]) -> str:
     """Lists some of the names, shortened to fit a line."""
     names = sorted(columns)
-    told = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_MOST]) or "none"
-    return told if len(names) <= _MOST else f"{told} and {len(names) - _MOST} more"
+    listed = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_MOST]) or "none"
+    return listed if len(names) <= _MOST else f"{listed} and {len(names) - _MOST} more"
 
 
 def mapping_hint(present: Iterable[str]) -> str | None:

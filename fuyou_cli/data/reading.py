@@ -199,8 +199,8 @@ class _JsonArray:
     def _next(self) -> str:
         """Returns the next character that is not white space; "" at the end of the file."""
         while True:
-            found = _SPACE.match(self._text, self._at)
-            self._advance(found.end() if found else self._at)
+            space = _SPACE.match(self._text, self._at)
+            self._advance(space.end() if space else self._at)
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
@@ -407,15 +407,15 @@ def read_prompts(file: Path, *, chat: bool) -> list[tuple[str, dict[str, Any], P
     if not file.is_file() or kind_of_rows(file) is None:
         what = "no such file" if not file.exists() else "not a file of rows"
         raise UsageError(f"{file}: {what}", hint='give a file of lines such as {"prompt": "..."} with the suffix .jsonl')
-    found = []
+    prompts = []
     for place, row in read_rows(file):
         try:
-            found.append((place, row, prompt_of(row, chat=chat)))
+            prompts.append((place, row, prompt_of(row, chat=chat)))
         except RowError as error:
             raise UsageError(f"{place}: {error}") from None
-    if not found:
+    if not prompts:
         raise UsageError(f"{file}: the file has no rows", hint='give lines such as {"prompt": "..."}')
-    return found
+    return prompts
 
 
 def prompt_of(row: dict[str, Any], *, chat: bool) -> Prompt:

@@ -126,13 +126,13 @@ class DataSummary(Counts):
             "that is not meant, remove them)"
         )
         endless = "no stop token carries loss in these rows: the model does not learn from them to stop"
-        told = ((together, self.run_together), (silent, self.unanswered), (special, self.special), (endless, self.never_stops))
+        facts = ((together, self.run_together), (silent, self.unanswered), (special, self.special), (endless, self.never_stops))
         kinds = (
             f"in {self.noted[kind]:,} of {self.samples:,} samples {what}; the first is {self.noted_at[kind]}"
             for kind, what in NOTES.items()
             if kind in self.noted
         )
-        return (*(note for note, found in told if found), *kinds)
+        return (*(note for note, count in facts if count), *kinds)
 
 
 class _StoredArray:
@@ -158,12 +158,12 @@ class _StoredArray:
         """Returns the elements from `begin` to `end`, read-only. Raises UsageError for what cannot be read."""
         wanted = (end - begin) * self._dtype.itemsize
         try:
-            found = os.pread(self._file, wanted, self._begin + begin * self._dtype.itemsize)
+            content = os.pread(self._file, wanted, self._begin + begin * self._dtype.itemsize)
         except OSError as error:
             raise damaged(self._path.parent, error) from error
-        if len(found) != wanted:  # of a file that has become shorter
+        if len(content) != wanted:  # of a file that has become shorter
             raise damaged(self._path.parent)
-        return np.frombuffer(found, self._dtype)
+        return np.frombuffer(content, self._dtype)
 
 
 def _close(file: int) -> None:
@@ -198,11 +198,11 @@ class Rows:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Returns the tokens of every row."""
-        found = np.empty(len(self), np.int64)
+        lengths = np.empty(len(self), np.int64)
         for first in range(0, len(self), _AT_ONCE):
-            part = found[first : first + _AT_ONCE]
+            part = lengths[first : first + _AT_ONCE]
             part[:] = np.diff(self._offsets.part(first, first + len(part) + 1))
-        return found
+        return lengths
 
     def tokens(self, index: int) -> NDArray[np.int32]:
         """Returns the tokens, int32 [n], read-only."""
@@ -228,20 +228,20 @@ class Rows:
 
 
 def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    found["formats"] = tuple(
-        (f"source {number + 1}" if paths is None else paths[number], name) for number, name in found["formats"]
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    summary["formats"] = tuple(
+        (f"source {number + 1}" if paths is None else paths[number], name) for number, name in summary["formats"]
     )
-    found["entry_rows"] = tuple(found.get("entry_rows", ()))
-    found["preview"] = tuple((text, learnt) for text, learnt in found["preview"])
-    return DataSummary(**found)
+    summary["entry_rows"] = tuple(summary.get("entry_rows", ()))
+    summary["preview"] = tuple((text, learnt) for text, learnt in summary["preview"])
+    return DataSummary(**summary)
 
 
 def damaged(directory: Path, error: Exception | None = None) -> UsageError:
     """Returns the error for rows that cannot be read because of `error`: damaged, or on a drive that fails."""
     what, hint = f"the tokenised data in {directory}", "remove it and run the same command again"
-    if error is not None and isinstance(found := unusable(f"{what} cannot be read", error), UnreadableError):
-        return found
+    if error is not None and isinstance(unreadable := unusable(f"{what} cannot be read", error), UnreadableError):
+        return unreadable
     return UsageError(f"{what} is damaged", hint=hint)
 
 
@@ -338,16 +338,16 @@ def concat(samples: Iterable[Sample], *, max_seq_len: int, counts: Counts) -> It
     filled = 0
     begun = cut = False  # the current document: has tokens in a row; was cut by the end of a row
     for sample in samples:
-        taken = 0
-        while taken < len(sample.tokens):
+        used = 0
+        while used < len(sample.tokens):
             if filled == max_seq_len:
                 yield tokens.copy(), mask.copy()
                 filled = 0
                 cut |= begun
-            step = min(max_seq_len - filled, len(sample.tokens) - taken)
-            tokens[filled : filled + step] = sample.tokens[taken : taken + step]
-            mask[filled : filled + step] = sample.mask[taken : taken + step]
-            filled, taken, begun = filled + step, taken + step, True
+            step = min(max_seq_len - filled, len(sample.tokens) - used)
+            tokens[filled : filled + step] = sample.tokens[used : used + step]
+            mask[filled : filled + step] = sample.mask[used : used + step]
+            filled, used, begun = filled + step, used + step, True
         if sample.ends:
             counts.split += cut
             begun = cut = False

@@ -44,7 +44,7 @@ def own_class(tokenizer_dir: Path) -> str:
     if isinstance(named, dict):
         named = named.get("AutoTokenizer")
     classes = named if isinstance(named, list) else [named]  # slow and fast
-    return ", ".join(shown(one)[1:-1] for one in classes if isinstance(one, str))
+    return ", ".join(shown(name)[1:-1] for name in classes if isinstance(name, str))
 
 
 def reason(error: BaseException) -> str:
@@ -92,8 +92,8 @@ class Watch:
     def on(self, what: str) -> None:
         """Notes progress: from now on it does `what`. Takes microseconds."""
         self.doing = what
-        said = os.fsencode(what)[: _NOTE - 1] + b"\0"
-        self._note[: len(said)] = said
+        text = os.fsencode(what)[: _NOTE - 1] + b"\0"
+        self._note[: len(text)] = text
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
 
     def off(self) -> None:

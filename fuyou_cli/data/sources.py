@@ -109,33 +109,33 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
     In a directory where file names tell the split, only those of `split` are taken. Raises UsageError naming the path.
     """
-    here = expanded(path, key="dataset.train")
+    folder = expanded(path, key="dataset.train")
     try:
-        present = _present(path, here)
-        saved = present if here.is_file() else [file for file in present if _is_saved(file)]
-        found = _of_split({file: file.relative_to(here) for file in saved}, split, path) if here.is_dir() else saved
-        what = "" if found or not here.exists() else kind_of(here.stat().st_mode)
+        present = _present(path, folder)
+        saved = present if folder.is_file() else [file for file in present if _is_saved(file)]
+        files = _of_split({file: file.relative_to(folder) for file in saved}, split, path) if folder.is_dir() else saved
+        what = "" if files or not folder.exists() else kind_of(folder.stat().st_mode)
     except OSError as error:  # a folder that may not be read, a name too long
         raise unusable(f"dataset.train: {path}: {error.strerror}", error, hint="give a path that can be read") from error
     except ValueError as error:  # pathlib's, of a pattern
         raise UsageError(f"dataset.train: {path} is not a valid glob: {error}", hint="write it as data/**/*.jsonl") from error
-    if what and not here.is_dir():
+    if what and not folder.is_dir():
         raise UsageError(f"dataset.train: {path}: it is {what}, not a plain file", hint="write the rows to a file")
-    if not found:
+    if not files:
         hint = "name an existing file, directory or glob, or a data set of the hub (owner/name)"
         raise MissingDataError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_KNOWN_KINDS}")
-    return tuple(sorted(found)), tuple(sorted(set(present) - set(found)))
+    return tuple(sorted(files)), tuple(sorted(set(present) - set(files)))
 
 
-def _present(path: str, here: Path) -> list[Path]:
-    if here.is_file():
-        if kind_of_rows(here) is None:
-            raise UsageError(f"{path}: unknown file suffix {''.join(suffixes(here)) or '(none)'}", hint=_KNOWN_KINDS)
-        return [here]
-    if here.is_dir():
-        files = (file for file in here.rglob("*") if not any(part[0] == "." for part in file.relative_to(here).parts))
+def _present(path: str, place: Path) -> list[Path]:
+    if place.is_file():
+        if kind_of_rows(place) is None:
+            raise UsageError(f"{path}: unknown file suffix {''.join(suffixes(place)) or '(none)'}", hint=_KNOWN_KINDS)
+        return [place]
+    if place.is_dir():
+        files = (file for file in place.rglob("*") if not any(part[0] == "." for part in file.relative_to(place).parts))
     else:
-        files = Path(here.anchor).glob(str(here.relative_to(here.anchor)))
+        files = Path(place.anchor).glob(str(place.relative_to(place.anchor)))
     return [file for file in files if file.is_file() and kind_of_rows(file) is not None and file.name not in BESIDE]
 
 
@@ -149,7 +149,7 @@ def _is_saved(file: Path) -> bool:
         hint = "load and save it with a newer `datasets`"
         raise UsageError(f"{file.parent}: the set is saved as a selection of rows, which is not supported", hint=hint)
     if isinstance(named := state.get("_data_files"), list):
-        return file.name in [one.get("filename") for one in named if isinstance(one, dict)]
+        return file.name in [entry.get("filename") for entry in named if isinstance(entry, dict)]
     described = any((file.parent / name).is_file() for name in BESIDE)
     return not (described and file.name.startswith("cache-"))
 
@@ -248,19 +248,19 @@ def needs_datasets(entry: DatasetEntry) -> bool:
         raise UsageError(f"dataset.train: {entry.path}: revision works only for data sets of the hub", hint="remove it")
     if entry.name is None and not re.search(r"[\[+]", entry.split):
         return False
-    here = expanded(entry.path, key="dataset.train")
-    if is_file(here) or "*" in entry.path:
+    place = expanded(entry.path, key="dataset.train")
+    if is_file(place) or "*" in entry.path:
         what = "a slice of a split" if entry.name is None else "a subset (name)"
         hint = "remove it; max_samples takes the first rows of a file"
         raise UsageError(f"dataset.train: {entry.path}: {what} works only for data sets of the hub and for folders", hint=hint)
-    return here.is_dir()
+    return place.is_dir()
 
 
 def is_on_hub(path: str) -> bool:
     """Whether a path names a data set of the hub: owner/name, without a file or folder of that name and without a data
     file's suffix."""
-    here = Path(path)
-    return _HUB_NAME.fullmatch(path) is not None and kind_of_rows(here) is None and not here.exists()
+    place = Path(path)
+    return _HUB_NAME.fullmatch(path) is not None and kind_of_rows(place) is None and not place.exists()
 
 
 def is_remote(file: Path) -> bool:
@@ -273,23 +273,23 @@ def recorded_files(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path
     """Returns the files with the entry's rows, or with `streamed` their names; none if they are not known or are gone."""
     try:
         files = json.loads((_folder(entry) / (_LISTED if streamed else _RECORD)).read_text(encoding="utf-8"))
-        found = tuple(map(Path, files))
+        recorded = tuple(map(Path, files))
     except (OSError, ValueError, TypeError):
         return ()
-    return found if all(is_remote(file) or is_file(file) for file in found) else ()
+    return recorded if all(is_remote(file) or is_file(file) for file in recorded) else ()
 
 
 def fetch(entry: DatasetEntry, say: Say, *, streamed: bool = False) -> tuple[Path, ...]:
     """Returns the same files, and fetches them or their names first if needed, which may take long. Raises UsageError with the
     library's error text."""
-    if found := recorded_files(entry, streamed=streamed):
-        return found
+    if recorded := recorded_files(entry, streamed=streamed):
+        return recorded
     if streamed and re.search(r"[\[+]", entry.split):
         hint = "name a whole split and set max_samples, or set dataset.streaming=false"
         raise UsageError(f"dataset.train: {entry.path}: dataset.streaming reads no slice of a split", hint=hint)
-    folder, here = _folder(entry), expanded(entry.path, key="dataset.train")
+    folder, place = _folder(entry), expanded(entry.path, key="dataset.train")
     with scratch_in(folder, what="dataset.train", hint=_ELSEWHERE) as rows:
-        request: dict[str, Any] = {"path": str(here), "name": entry.name, "split": entry.split, "revision": entry.revision}
+        request: dict[str, Any] = {"path": str(place), "name": entry.name, "split": entry.split, "revision": entry.revision}
         request |= {"out": str(rows), "listing": streamed}
         named = entry.revision is not None  # the library's own cache does not know which revision it holds
         reply = (
@@ -297,7 +297,7 @@ def fetch(entry: DatasetEntry, say: Say, *, streamed: bool = False) -> tuple[Pat
             if named
             else _call_datasets(request, offline=True)
         )
-        if "error" in reply and not here.is_dir() and may_ask():
+        if "error" in reply and not place.is_dir() and may_ask():
             say(f"asking the hub for the files of {entry.path}" if streamed else f"fetching the data set {entry.path}")
             reply = _call_datasets(request, offline=False)
         if reply.get("kind") == "disk":
@@ -348,10 +348,10 @@ def local_copy(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
 
 def _folder(entry: DatasetEntry) -> Path:
     """Returns the folder of the record: one for each set, revision, subset and split. A folder's present content counts too."""
-    here = expanded(entry.path, key="dataset.train")
-    files = sorted(here.rglob("*")) if here.is_dir() else []
+    place = expanded(entry.path, key="dataset.train")
+    files = sorted(place.rglob("*")) if place.is_dir() else []
     listed = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
-    asked = [str(here), entry.name, entry.split, listed] + ([entry.revision] if entry.revision else [])
+    asked = [str(place), entry.name, entry.split, listed] + ([entry.revision] if entry.revision else [])
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     return kept_folder() / "sets" / key
 
@@ -363,8 +363,8 @@ def _call_datasets(request: dict[str, Any], *, offline: bool) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "fuyou_cli.data.sources"]
     done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True)
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        return {"error": f"the process that reads it ended with {done.returncode}: {said}"}
+        last_line = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return {"error": f"the process that reads it ended with {done.returncode}: {last_line}"}
     reply: dict[str, Any] = json.loads(done.stdout)
     return reply
 
@@ -400,8 +400,8 @@ def load_set(request: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"error": too_large("loading it"), "kind": "usage"}
     except UsageError as error:  # all lines of the library's text: the second says what the set has
-        said = " ".join(str(error.__cause__).split())[:_LONGEST] or error.message
-        return {"error": said, "kind": "disk" if _is_full(error) else "usage"}
+        reason = " ".join(str(error.__cause__).split())[:_LONGEST] or error.message
+        return {"error": reason, "kind": "disk" if _is_full(error) else "usage"}
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -169,13 +169,13 @@ class _Entry:
 
     def reach(self, position: int, is_given_up: Callable[[], bool] = lambda: False) -> bool:
         """Has parts made until this place of the sequence is in one. Returns False if the wait was given up."""
-        begin, said = time.monotonic(), False
+        begin, announced = time.monotonic(), False
         while not self._is_whole and position >= self._ends[-1]:
             if not wait([self._ahead], _LOOK).done:
                 if is_given_up():
                     return False
-                if not said and time.monotonic() - begin > _PATIENCE:
-                    said = True
+                if not announced and time.monotonic() - begin > _PATIENCE:
+                    announced = True
                     self._say("training waits for data: it is fetched or tokenised more slowly than it is used")
                 continue
             self._grow()
@@ -200,12 +200,12 @@ class _Entry:
     def _grow(self) -> None:
         """Takes the part that was made ahead, and begins the one after it."""
         try:
-            made = self._ahead.result()
+            count = self._ahead.result()
         except UsageError as error:
             if not self._ends:
                 raise
             raise DataError(error.message, hint=error.hint) from error
-        if not made:
+        if not count:
             self._is_whole = True
             return
         part = len(self._ends)
@@ -243,8 +243,8 @@ class _Worker:
         for future, asked, folder in iter(self._turns.get, None):
             try:
                 with naming_space(folder.parents[1], self._takes):
-                    made = self._made(asked, folder)
-                future.set_result(made)
+                    count = self._made(asked, folder)
+                future.set_result(count)
             except (FuyouError, OSError, ValueError) as error:
                 future.set_exception(error)
             finally:

@@ -147,7 +147,7 @@ class Tokeniser:
         """Finds a special token in the example's own text, before a chat template adds more. A tokenizer reads "<|end|>" in
         a sentence as the real end token."""
         texts = () if self._special is None or example.bare else example.texts()
-        return next((found.group() for text in texts if self._special and (found := self._special.search(text))), None)
+        return next((special.group() for text in texts if self._special and (special := self._special.search(text))), None)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         with LibraryErrors(self._untokenised):
@@ -167,7 +167,7 @@ class Tokeniser:
 
     def _texts(self, examples: list[Texts], target: str) -> list[Encoded]:
         ids = iter(self._ids([text for example in examples for text in example.texts()]))
-        made = []
+        encoded = []
         for example in examples:
             if self.eos_id is None and not example.bare and not all(learnt for _, learnt in example.parts):
                 raise UsageError("the tokenizer has no end token (eos_token): the model would never learn to stop")
@@ -175,8 +175,8 @@ class Tokeniser:
             start, end, noted = self._frame(example, next((piece for piece, _ in pieces if piece), []), pieces[-1][0])
             pieces = [(start, example.parts[0][1]), *pieces, (end, example.parts[-1][1])]
             mask = np.repeat([learnt or target == "all" for _, learnt in pieces], [len(piece) for piece, _ in pieces])
-            made.append(_encoded([one for piece, _ in pieces for one in piece], mask, noted))
-        return made
+            encoded.append(_encoded([token for piece, _ in pieces for token in piece], mask, noted))
+        return encoded
 
     def _frame(self, example: Texts, first: list[int], last: list[int]) -> tuple[list[int], list[int], set[str]]:
         """Returns the start and end tokens to put around an example, whose first and last text are these tokens, and says which
@@ -250,8 +250,8 @@ class Tokeniser:
         chat, noted, everything = spans.chat, {"prefixes"}, target == "all"
         mask = np.full(len(ids), int(everything), np.uint8)
         asked = [turn for turn in chat.answers(target) if (turn in chat.unlearnt) == everything]
-        found, unasked = self._conversations.by_prefixes(chat, spans.text, asked)
-        for turn, (begin, end) in found.items():
+        by_turn, unasked = self._conversations.by_prefixes(chat, spans.text, asked)
+        for turn, (begin, end) in by_turn.items():
             within = (places[:, 0] >= begin) & (places[:, 0] < end)
             if (across := (places[:, 0] < begin) & (places[:, 1] > begin)).any():
                 within |= across & (turn in unasked)  # what is before is no prompt of its own
@@ -330,21 +330,21 @@ class Conversations:
 
     def render(self, chat: Chat, messages: Messages, **options: Any) -> str:
         """Renders, in a process that is watched: a template may never stop. Raises RowError where it refuses."""
-        if taken := sorted(self._reserved & chat.options.keys()):
-            raise RowError(f"chat_template_kwargs has {taken[0]}, which is not the row's to say")
+        if reserved := sorted(self._reserved & chat.options.keys()):
+            raise RowError(f"chat_template_kwargs has {reserved[0]}, which is not the row's to say")
         options |= {"tools": list(chat.tools) or None, "tokenize": False, **chat.options}
         text: str = self._limited(lambda: self._tokenizer.apply_chat_template(list(messages), **options))
         return text
 
     def _limited(self, work: Callable[[], Any]) -> Any:
         with LibraryErrors(self._refused):
-            made = work()
-        text = made if isinstance(made, str) else made[0]
+            rendered = work()
+        text = rendered if isinstance(rendered, str) else rendered[0]
         if len(text) > LARGEST_SAMPLE:
             raise RowError(
                 f"{self._template} makes {len(text):,} characters of this conversation, more than {LARGEST_SAMPLE:,}"
             )
-        return made
+        return rendered
 
     def _refused(self, why: str) -> RowError:
         return RowError(f"{self._template} refuses this conversation: {why}")
@@ -368,16 +368,16 @@ class Conversations:
     def _written(self, chat: Chat, text: str, noted: set[str], options: dict[str, Any]) -> tuple[Chat, str, set[str]]:
         """Returns a conversation, in parts if the template writes nothing of a text and writes more so."""
         contents = [message.get("content") for message in chat.messages]
-        said = [content.strip() for content in contents if isinstance(content, str) and "</think>" not in content]
-        if (written := sum(content in text for content in said)) == len(said):
+        answers = [content.strip() for content in contents if isinstance(content, str) and "</think>" not in content]
+        if (written := sum(content in text for content in answers)) == len(answers):
             return chat, text, noted
         parted = replace(chat, messages=tuple(_spelt(message, _same, _parted) for message in chat.messages))
         try:
-            found = self.render(parted, parted.messages, **options)
+            parted_text = self.render(parted, parted.messages, **options)
         except RowError:
             return chat, text, noted
-        is_more = sum(content in found for content in said) > written
-        return (parted, found, noted | {"parts_made"}) if is_more else (chat, text, noted)
+        is_more = sum(content in parted_text for content in answers) > written
+        return (parted, parted_text, noted | {"parts_made"}) if is_more else (chat, text, noted)
 
     def _fault(self, chat: Chat, text: str) -> RowError | None:
         """Tells what the template has written as no model should learn it; None if nothing."""
@@ -482,10 +482,10 @@ class Conversations:
         """Whether the template marks inside of a block whose output is not written where it stands."""
         depth = 0
         for tag in _TAG.finditer(self._tokenizer.get_chat_template(tools=list(chat.tools) or None)):
-            name, rest = tag.groups()
+            name, words = tag.groups()
             if name == "generation" and depth:
                 return True
-            if name in ("macro", "call", "filter") or (name == "set" and "=" not in rest):
+            if name in ("macro", "call", "filter") or (name == "set" and "=" not in words):
                 depth += 1
             elif name in ("endmacro", "endcall", "endfilter", "endset"):
                 depth -= 1
@@ -496,7 +496,7 @@ class Conversations:
         before which of them the template ignores `add_generation_prompt`, so that the beginning is found otherwise.
 
         Raises RowError if one cannot be located exactly."""
-        found, prompt, unasked = dict[int, CharSpan](), "", set[int]()
+        by_turn, prompt, unasked = dict[int, CharSpan](), "", set[int]()
         for turn in turns:
             if turn == 0:
                 raise RowError("the conversation begins with the assistant, which this chat template cannot mask")
@@ -512,8 +512,8 @@ class Conversations:
             begin = len(before) if prompt else self._behind_header(chat, turn, whole, before)
             if begin > len(before):
                 unasked.add(turn)
-            found[turn] = begin, end
-        return found, unasked
+            by_turn[turn] = begin, end
+        return by_turn, unasked
 
     def _before(self, chat: Chat, turn: int, whole: str) -> str:
         """Renders the messages before `turn` as the beginning of `whole`. A template may end whatever it renders with the end
@@ -546,9 +546,9 @@ class Conversations:
             without = self.render(chat, [*chat.messages[:turn], *chat.messages[turn + 1 :]])
         except RowError:  # a template may insist on turns that alternate
             return None
-        rest = without.removeprefix(base)
-        located = without.startswith(base) and whole.startswith(base) and rest and whole.endswith(rest)
-        return len(whole) - len(rest) if located else None
+        tail = without.removeprefix(base)
+        located = without.startswith(base) and whole.startswith(base) and tail and whole.endswith(tail)
+        return len(whole) - len(tail) if located else None
 
 
 def _forms(chat: Chat) -> Iterator[tuple[Chat, set[str]]]:
@@ -556,8 +556,8 @@ def _forms(chat: Chat) -> Iterator[tuple[Chat, set[str]]]:
     yield chat, set()
     arguments = {"": _same, "arguments_read": _as_object, "arguments_written": _as_text}
     contents = {"": _same, "parts_joined": _joined, "parts_made": _parted}
-    for (spelling, spelt), (parting, said) in list(product(arguments.items(), contents.items()))[1:]:
-        messages = tuple(_spelt(message, spelt, said) for message in chat.messages)
+    for (spelling, change_calls), (parting, change_content) in list(product(arguments.items(), contents.items()))[1:]:
+        messages = tuple(_spelt(message, change_calls, change_content) for message in chat.messages)
         kinds = [kind for key, kind in (("content", parting), ("tool_calls", spelling), ("function_call", spelling))
                  if any(new.get(key) != old.get(key) for new, old in zip(messages, chat.messages, strict=True))]  # fmt: skip
         if kinds:
@@ -565,16 +565,16 @@ def _forms(chat: Chat) -> Iterator[tuple[Chat, set[str]]]:
 
 
 def _spelt(
-    message: dict[str, object], spelt: Callable[[object], object], said: Callable[[object], object]
+    message: dict[str, object], change_calls: Callable[[object], object], change_content: Callable[[object], object]
 ) -> dict[str, object]:
     """Returns a message with content and the arguments of its calls in another form."""
     changed = dict(message)
     if "content" in message:
-        changed["content"] = said(message["content"])
+        changed["content"] = change_content(message["content"])
     if isinstance(calls := message.get("tool_calls"), list):
-        changed["tool_calls"] = [_recalled(call, spelt) for call in calls]
+        changed["tool_calls"] = [_recalled(call, change_calls) for call in calls]
     if isinstance(call := message.get("function_call"), dict):
-        changed["function_call"] = _recalled(call, spelt)
+        changed["function_call"] = _recalled(call, change_calls)
     return changed
 
 
@@ -588,8 +588,8 @@ def _joined(content: object) -> object:
     """Returns texts in parts as one text; anything else as it is."""
     if not isinstance(content, list):
         return content
-    found = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else part for part in content]
-    texts = [text for text in found if isinstance(text, str)]
+    pieces = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else part for part in content]
+    texts = [text for text in pieces if isinstance(text, str)]
     return "".join(texts) if len(texts) == len(content) else content
 
 
@@ -607,10 +607,10 @@ def _as_object(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = parsed(arguments, finite=False)
+        value = parsed(arguments, finite=False)
     except UsageError:
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _as_text(arguments: object) -> str:
@@ -630,27 +630,27 @@ def _is_json(arguments: object) -> bool:
 def _called(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns name and arguments of every call of a message."""
     calls = [*(message.get("tool_calls") or ()), *filter(None, [message.get("function_call")])]
-    return [found for call in calls if isinstance(found := _function(call), dict)]
+    return [function for call in calls if isinstance(function := _function(call), dict)]
 
 
 def _left_out(chat: Chat, text: str) -> set[str]:
     """Returns what the template writes nothing of, as kinds of `rows.NOTES`."""
-    found = set()
+    notes = set()
     answers = [chat.messages[turn] for turn in chat.answers("all")]
     if any(str(call.get("name")) not in text for message in answers for call in _called(message)):
-        found.add("calls_left_out")
+        notes.add("calls_left_out")
     if any(
         isinstance(content := message.get("content"), str) and "</think>" not in content and content.strip() not in text
         for message in answers
     ):
-        found.add("content_left_out")
+        notes.add("content_left_out")
     names = [str(function.get("name")) for tool in chat.tools if isinstance(function := _function(tool), dict)]
     if names and not any(name in text for name in names):
-        found.add("tools_left_out")
+        notes.add("tools_left_out")
     thought = next((answers[-1][key] for key in _REASONING if key in answers[-1]), "") if answers else ""
     if isinstance(thought, str) and thought.strip() not in text:
-        found.add("reasoning_left_out")
-    return found
+        notes.add("reasoning_left_out")
+    return notes
 
 
 def _function(tool: object) -> object:

@@ -108,11 +108,11 @@ class Reading:
         """Yields the rows of all sources. In a mixture no row has samples of two sources."""
         numbers = list(range(len(self._request["sources"])))
         for group in [[number] for number in numbers] if self._request["mixed"] else [numbers]:
-            made = 0
+            count = 0
             for row in self.packed(self._samples(group)):
-                made += 1
+                count += 1
                 yield row
-            self.entry_rows.append(made)
+            self.entry_rows.append(count)
 
     def _samples(self, numbers: list[int]) -> Iterator[Sample]:
         """Yields the tokenised samples of these sources."""
@@ -143,11 +143,11 @@ class Reading:
     def made(self, first: Position, batch: list[PlacedExample]) -> Iterator[Sample]:
         """Tokenises a batch that begins at `first`, counts it, and yields its samples."""
         longest = self._request["max_seq_len"]
-        taken = self._taken(batch, first.source, first.samples)
-        target = loss_target(self._request["loss_on"], self.formats[first.source]) if taken else ""
-        for place, example in taken:
+        examples = self._taken(batch, first.source, first.samples)
+        target = loss_target(self._request["loss_on"], self.formats[first.source]) if examples else ""
+        for place, example in examples:
             self._count(place, example, target)
-        for sample in self._encoded(taken, target):
+        for sample in self._encoded(examples, target):
             if self.shown is None and has_loss(sample.mask[:longest]):
                 self.shown = sample.tokens[:longest], sample.mask[:longest]
             yield sample
@@ -185,13 +185,13 @@ class Reading:
 
     def _taken(self, batch: list[PlacedExample], source: int, number: int) -> list[PlacedExample]:
         """Returns the examples of a batch that are in the part asked for. `number`: of the first one's sample in its source."""
-        taken = []
+        examples = []
         for placed in batch:
             if self._part is None or self._part.takes(source, number):
-                taken.append(placed)
+                examples.append(placed)
             number += placed[1].ends
             self._seen += placed[1].ends
-        return taken
+        return examples
 
     def _count(self, place: str, example: Example, target: str) -> None:
         """Counts what a person should know: texts that run together, and special tokens in a sample's own text."""
@@ -435,16 +435,16 @@ def build(request: dict[str, Any]) -> None:
 
 def continue_prompts(request: dict[str, Any]) -> Reply:
     """Returns the tokens of each prompt. Raises UsageError at the place of one that cannot be rendered or tokenised."""
-    tokeniser, found = _tokeniser(request), list[list[int]]()
+    tokeniser, ids = _tokeniser(request), list[list[int]]()
     with watched(_at(request), request["seconds"]) as watch:
         for place, fields in request["prompts"]:
             prompt = as_prompt(fields)
             watch.on(f"{place}: {tokeniser.template if isinstance(prompt, Chat) else 'tokenising it'}")
             try:
-                found.append(tokeniser.prompt(prompt))
+                ids.append(tokeniser.prompt(prompt))
             except RowError as error:
                 raise UsageError(f"{place}: {error}") from None
-    return {"ids": found}
+    return {"ids": ids}
 
 
 def _tokeniser(request: dict[str, Any]) -> Tokeniser:
