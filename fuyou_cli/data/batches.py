@@ -52,7 +52,7 @@ class Batch:
     tokens: int  # without padding
     label_tokens: int  # labels that count, of tokens that are not the first of a row
     documents: list[list[int]] | None  # tokens of each row's documents, its padding last; None: not kept apart
-    sweeps: tuple[tuple[MicroBatch, ...], ...] | None  # micro-batches of each sweep; None: all are as wide as the array
+    sweeps: tuple[tuple[MicroBatch, ...], ...] | None  # of each sweep or lane; None: all are as wide as the array
     places: tuple[RowPlace, ...]  # of the rows, in the order in which they were asked for
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,6 +171,12 @@ def _shares(dealt: Dealt, sweeps: int) -> list[Dealt]:
     return [dealt[begin:end] or [[]] for begin, end in pairwise(ends)]
 
 
+def in_lanes(dealt: Dealt, lanes: int) -> list[Dealt]:
+    """Deals a step's micro-batches to lanes in turn: the longest come first, and replicas compute some lanes each. Where short
+    rows make fewer of them than there are lanes, the last lanes have an empty one."""
+    return [dealt[lane::lanes] or [[]] for lane in range(lanes)]
+
+
 # ---- laying out ------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +185,8 @@ def lay_out(rows: RowSource, indices: Sequence[int], *, pad_id: int, numerics: N
     if numerics.padding == "step":
         return collate(rows, indices, pad_id=pad_id, max_len=numerics.max_seq_len, multiple=numerics.width_step)
     lengths = [_length(rows, index, numerics.max_seq_len) for index in indices]
-    dealt = _shares(next(deal(lengths, numerics)), sweeps)
+    micro_batches = next(deal(lengths, numerics))
+    dealt = _shares(micro_batches, sweeps) if numerics.lanes == 1 else in_lanes(micro_batches, numerics.lanes)
     return laid_out(rows, indices, dealt, pad_id=pad_id, numerics=numerics)
 
 

@@ -182,6 +182,7 @@ def inspect(
         sent_bytes_per_token=sent * TORCH_DTYPE[dtype].itemsize,
         # If several embeddings are added, or dropout follows, the model's own backward keeps a boundary and a mask.
         choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),
+        draws_between=between.draws,
         may_sweep=not (anatomy.tied_head or between.draws or len(embeddings) > 1) and all(map(_is_by_row, anatomy.stages)),
     )
     return with_frozen_work(model, tokens=micro_batch_size * max_seq_len)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,7 @@ from .visits import BETWEEN_STAGES, VisitInterval, Visits
 if TYPE_CHECKING:
     from .among_ranks import AmongRanks
     from .ranks import Ranks
+    from .replicas import Replicas
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,6 +55,29 @@ class StepOutcome:
     intervals: list[VisitInterval] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnLanes:
+    """Says which rows of a step are computed here, where it has lanes. `parts`: their micro-batches, counted from their first
+    row; `before`: how many of the step come before; `ends`: the micro-batch behind each lane."""
+
+    rows: slice
+    parts: tuple[MicroBatch, ...]
+    before: int
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lanes: Sequence[tuple[MicroBatch, ...]], chosen: range) -> OwnLanes:
+        """Returns some of a step's lanes."""
+        own = [part for lane in chosen for part in lanes[lane]]
+        first = own[0].first
+        return cls(
+            rows=slice(first, own[-1].end),
+            parts=tuple(part.after(first) for part in own),
+            before=sum(len(lane) for lane in lanes[: chosen.start]),
+            ends=tuple(accumulate(len(lanes[lane]) for lane in chosen)),
+        )
+
+
 class StepAbandoned(Exception):
     """Says, between micro-batches, that a step is given up before any of it was applied."""
 
@@ -64,9 +89,10 @@ class Executor:
         self, *, anatomy: Anatomy, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device,
         optimizer: Optimizer, patience: Patience = SILENT, compiled: CompiledBlocks | None = None,
         between_micro_batches: Callable[[], None] = lambda: None, after_visit: Callable[[Visit], None] = lambda visit: None,
-        ranks: Ranks | None = None,
+        ranks: Ranks | None = None, replicas: Replicas | None = None,
     ) -> None:  # fmt: skip
-        """`ranks`: those that compute the stages which are `away` in `model`; None: there are none."""
+        """`ranks`: those that compute the stages which are `away` in `model`; None: there are none. `replicas`: those that
+        compute the other lanes of a step; None: all are computed here."""
         self.anatomy, self.model, self.plan, self.device, self.optimizer = anatomy, model, plan, device, optimizer
         self.between_micro_batches, self.after_visit = between_micro_batches, after_visit
         context = Context(anatomy=anatomy, model=model, plan=plan, daemon=daemon, memory=memory, device=device)
@@ -95,6 +121,10 @@ class Executor:
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         inside = None if device.separate else visits.inside
         self.among = None if ranks is None else self._join(ranks)
+        self.replicas = visits.sums.replicas = replicas
+        if replicas is not None:
+            assert not device.separate and plan.numerics.lanes % replicas.ranks.size == 0 and plan.sweeps == 1
+            self.head.of_all = replicas.losses
         self.streamed = StreamedModel(
             anatomy, self, device.torch_device, inside, on_device=plan.batch_on_device, compiled=compiled,
             made=None if self.among is None else self.among.made,
@@ -110,6 +140,8 @@ class Executor:
     def close(self) -> None:
         if self.among is not None:
             self.among.link.close()
+        if self.replicas is not None:
+            self.replicas.close()
         self.routing.close()
         self.streamed.close()
         self.visits.states.close()
@@ -126,9 +158,10 @@ class Executor:
 
         input_ids, labels: (rows, tokens) int64 in host memory; labels hold -100 for tokens without loss. Step counts from 1.
         `last`: no step follows, so nothing is prefetched for it. `documents`: of the rows, if the anatomy keeps them apart;
-        None: each row is one. `sweeps`: the micro-batches of each sweep, in the order of their rows; None: all rows are
-        computed whole, `micro_batch_size` of them at once. `real`: which tokens are no padding, (rows, tokens) bool in host
-        memory; None: all. Only mixtures ask for it.
+        None: each row is one. `sweeps`: the micro-batches of each sweep, or of each lane where there are several, in the order
+        of their rows; None: all rows are computed whole, `micro_batch_size` of them at once. `real`: which tokens are no
+        padding, (rows, tokens) bool in host memory; None: all. Only mixtures ask for it. Replicas are given all rows, and
+        compute those of their lanes.
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
         self._squares, self._updating, self._measures = {}, False, self.plan.norm_first
@@ -137,20 +170,26 @@ class Executor:
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.visits.begin_step(step, last=last)
         self.routing.begin_step(step)
+        label_tokens, before, lane_ends = int((shifted(labels) != IGNORED).sum()), 0, tuple[int, ...]()
+        if self.plan.numerics.lanes > 1:
+            own = self._own_lanes(input_ids, sweeps)
+            rows, before, lane_ends, sweeps = own.rows, own.before, own.ends, (own.parts,)
+            input_ids, labels = input_ids[rows], labels[rows]
+            documents, real = documents and documents[rows], None if real is None else real[rows]
         real_on_device = None if real is None or not self.anatomy.has_experts else self.device.upload_now(real)
-        targets = shifted(labels)
-        self._outcome.label_tokens = int((targets != IGNORED).sum())
-        self.head.begin_step(self._outcome.label_tokens)
-        targets = self.head.place_targets(targets)  # before anything else is submitted, because such a copy waits for all of it
+        self._outcome.label_tokens = label_tokens
+        self.head.begin_step(label_tokens)
+        targets = self.head.place_targets(
+            shifted(labels)
+        )  # before anything else is submitted, because such a copy waits for all of it
         shares = self._shares(input_ids, sweeps)
         self.visits.divide([part for parts in shares for part in parts])
         divided = [self._divided(parts, input_ids.shape[1], documents) for parts in shares]
         self.visits.seed(BETWEEN_STAGES, 0)
         input_ids, positions = self.embeddings.place_ids(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
-        before = 0  # micro-batches
         for parts, share in zip(shares, divided, strict=True):
             rows = slice(parts[0].first, parts[-1].end)
-            self.visits.begin_sweep(parts, before)
+            self.visits.begin_sweep(parts, before, lane_ends)
             if self.among is not None:
                 self.among.link.begin_sweep(tuple(part.after(parts[0].first) for part in parts), input_ids.shape[1])
             self.routing.begin_sweep(
@@ -165,6 +204,9 @@ class Executor:
         self.visits.sums.settle()
         if self.among is not None:
             self.among.link.settle()
+        elif self.replicas is not None:
+            if self.anatomy.has_experts:
+                self._outcome.sent = self.routing.named_counts(self.replicas.counts(self.routing.raw_counts()))
         else:
             self._outcome.sent = self.routing.counts()
         self._outcome.aux_loss = self.routing.aux_loss()
@@ -172,6 +214,18 @@ class Executor:
         self.skipped += bool(self._outcome.skipped)
         self.visits.residency.update_later(self._scalars)
         return self._outcome
+
+    def _own_lanes(self, ids: torch.Tensor, lanes: Sequence[tuple[MicroBatch, ...]] | None) -> OwnLanes:
+        """Returns what is computed here of a step's lanes."""
+        (rows, width), numerics = ids.shape, self.plan.numerics
+        if lanes is None:
+            assert rows % numerics.lanes == 0, (rows, numerics.lanes)
+            each = rows // numerics.lanes
+            parts = even(each, numerics.micro_batch_size, width)
+            lanes = [tuple(part.after(-begin) for part in parts) for begin in range(0, rows, each)]
+        assert len(lanes) == numerics.lanes, (len(lanes), numerics.lanes)
+        chosen = range(len(lanes)) if self.replicas is None else self.replicas.lanes(len(lanes))
+        return OwnLanes.of(lanes, chosen)
 
     def _shares(self, ids: torch.Tensor, sweeps: Sequence[tuple[MicroBatch, ...]] | None) -> Sequence[tuple[MicroBatch, ...]]:
         count, (rows, width) = self.plan.sweeps, ids.shape
@@ -238,7 +292,7 @@ class Executor:
     def may_abandon(self) -> bool:
         """Whether the step under way can be given up: no update of it has begun, and none begins at the end of this
         visit. Ranks give up no step: what one computed, others wait for."""
-        return self.among is None and self.visits.lookahead.cursor < self._first_update
+        return self.among is None and self.replicas is None and self.visits.lookahead.cursor < self._first_update
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""

@@ -2,7 +2,8 @@
 over.
 
 Each parameter's gradient is added as soon as autograd has it, then dropped, so only one tensor's gradient exists beside the
-sum. Additions follow the order of micro-batches, which is part of the numerics.
+sum. Additions follow the order of micro-batches, which is part of the numerics. So are lanes: groups of micro-batches that are
+summed apart, and then in a binary tree, so that replicas can sum a part of the tree each (`replicas`).
 
 On device cpu a stage's gradients are summed where they rest. A separate device sums and squares them in spans that are reused
 after their downloads. What follows a download runs in `advance` or `settle`.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,11 +29,15 @@ from ..spec.model import ITEM_SIZE, StageSpec
 from ..spec.plan import Span
 from .anatomy import Installed
 from .context import Context
-from .devices.base import Event, Squares
+from .devices.base import Event, Squares, ValueRun
 from .moves import Waiting
 from .skeleton import TORCH_DTYPE
 from .updates import DeviceStates
 
+if TYPE_CHECKING:
+    from .replicas import Replicas  # loads torch.distributed, which one process does not need
+
+AMONG_REPLICAS = "gradients of other ranks"
 PIECE = 1 << 19  # elements added at once
 LOOK = "lower optimizer.lr or look at the data of this step"  # the remedy if a step's numbers are not finite
 
@@ -41,11 +47,34 @@ HandOver = Callable[[int, torch.Tensor, list[float] | None], None]
 
 @dataclass(slots=True)
 class GradientSum:
-    """The gradients of one stage in one flat tensor (host or device memory), laid out like its trained weights."""
+    """The gradients of one stage in one flat tensor (host or device memory), laid out like its trained weights.
+    `lane_ends`: the micro-batch behind each lane; none: there is one lane."""
 
     stage: StageSpec
-    flat: torch.Tensor
+    flat: torch.Tensor  # of the lane under way
     touched: set[int] = field(default_factory=set)
+    lane_ends: tuple[int, ...] = ()
+    _lane: int = 0
+    _lane_sums: list[torch.Tensor] = field(default_factory=list)  # of subtrees whose right neighbour is still to come
+
+    def begin(self, micro_batch: int) -> None:
+        """Adds to the lane of a micro-batch from now on. `micro_batch`: its number within the sweep."""
+        while self.lane_ends and micro_batch >= self.lane_ends[self._lane]:
+            self._begin_lane()
+
+    def _begin_lane(self) -> None:
+        self._end_lane()
+        self._lane_sums.append(self.flat.clone())
+        self.touched.clear()
+        self._lane += 1
+
+    def _end_lane(self) -> None:
+        """Adds the lane to its left neighbours, as far up in the tree as they are complete."""
+        self._zero_untouched()
+        lane = self._lane
+        while lane % 2:
+            self.flat.add_(self._lane_sums.pop())
+            lane //= 2
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Adds a whole tensor's gradient (any float dtype) to parameter `index`."""
@@ -128,6 +157,12 @@ class GradientSum:
                 hook.remove()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
+        """Sums all lanes. What has no gradient is zero then."""
+        while self._lane + 1 < len(self.lane_ends):
+            self._begin_lane()
+        self._end_lane()
+
+    def _zero_untouched(self) -> None:
         """Zeroes parameters without a gradient, and the padding between tensors, because the update reads them all."""
         end = 0
         for index, spec in enumerate(self.stage.trained_tensors):
@@ -199,6 +234,7 @@ class _Download:
     squares: Squares | None  # None: they are not needed
     span: _Span | None  # None: they rest on the device
     arrived: Callable[[list[float] | None], None]
+    cause: str = GRADIENTS_ACROSS  # of waits for it
 
     def done(self) -> bool:
         return self.event.done() and (self.squares is None or self.squares.done())
@@ -210,7 +246,9 @@ class _Download:
 
 
 class GradientSums:
-    """The sums under way, by stage. Passes complete ones to `hand_over`."""
+    """The sums under way, by stage. Passes complete ones to `hand_over`. `lane_ends`: of the sweep (`GradientSum`)."""
+
+    replicas: Replicas | None = None  # whose sums are added up
 
     def __init__(
         self, context: Context, *, residency: Residency, states: DeviceStates, hand_over: HandOver, waiting: Waiting
@@ -225,6 +263,7 @@ class GradientSums:
         self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype], plan.sweeps)
         longest = max(tensor.numel for stage in model.stages for tensor in stage.tensors) if device.separate else 0
         self._lanes = device.empty(8 * square_lanes(longest) if device.separate else 0)
+        self.lane_ends: tuple[int, ...] = ()
         # Handed over in the order in which they left, so updates begin in the order of backward.
         self._downloads: list[_Download] = []
 
@@ -261,7 +300,8 @@ class GradientSums:
             flat = self._states.gradients(owner)
             if flat is None:
                 flat = self._to_sum_in(owner, span, resume=resume)
-            self._sums[owner] = GradientSum(spec, flat, touched=self._touched.pop(owner) if resume else set())
+            touched = self._touched.pop(owner) if resume else set[int]()
+            self._sums[owner] = GradientSum(spec, flat, touched=touched, lane_ends=self.lane_ends)
         return self._sums[owner]
 
     def _to_sum_in(self, owner: int, span: Span, *, resume: bool) -> torch.Tensor:
@@ -302,6 +342,10 @@ class GradientSums:
         del self._sums[owner]
         span = self.residency.acquire_gradients(owner)
         runs = [(tensor.offset, tensor.numel) for tensor in total.stage.trained_tensors]
+        if self.replicas is not None:
+            assert look and leaves, "replicas compute one backward a step"
+            self._share(self.replicas, owner, total.flat, runs, then)
+            return
         if not self.device.separate:
             then(total.flat, self.device.squares(total.flat, runs, self._lanes).result() if look else None)
             if not leaves:
@@ -325,6 +369,20 @@ class GradientSums:
 
         self._downloads.append(_Download(event, squares, span_left, arrived))
 
+    def _share(
+        self, replicas: Replicas, owner: int, flat: torch.Tensor, runs: list[ValueRun],
+        then: Callable[[torch.Tensor, list[float] | None], None],
+    ) -> None:  # fmt: skip
+        """Adds up the sums of all replicas, beside compute, and calls `then`."""
+        record = self.residency.records[owner]
+        self.residency.hold(record)
+
+        def arrived(squares: list[float] | None) -> None:
+            then(flat, self.device.squares(flat, runs, self._lanes).result())
+            self.residency.let_go(record)
+
+        self._downloads.append(_Download(replicas.begin(flat), None, None, arrived, cause=AMONG_REPLICAS))
+
     def _send_home(self, owner: int, total: GradientSum, span: Span) -> tuple[torch.Tensor, Event]:
         """Sends a sum from the device to where it rests (`span`: in host memory). Returns that place, and the copy's end."""
         if owner in self._states.homes:
@@ -341,7 +399,7 @@ class GradientSums:
     def settle(self) -> None:
         """Waits until all gradients under way have arrived and are handed over."""
         while self._downloads:
-            with self._waiting(GRADIENTS_ACROSS):
+            with self._waiting(self._downloads[0].cause):
                 self._downloads[0].wait()
             self._arrive()
 

@@ -27,8 +27,11 @@ class HeadPasses:
     """Computes the loss and differentiates it. Calls `check_loss` with the step's loss and its stage, for a whole head in
     `settle`, which comes before any update.
 
-    `loss`: the step's mean, once its last sweep has passed through the head and `settle` was called.
+    `loss`: the step's mean, once its last sweep has passed through the head and `settle` was called. `of_all`: gives, for
+    losses of pieces or micro-batches here, those of all replicas, in order.
     """
+
+    of_all: Callable[[list[float]], list[float]] = staticmethod(lambda own: own)
 
     def __init__(self, visits: Visits, model: PreTrainedModel, check_loss: Callable[[float, int], None]) -> None:
         self.visits, self.head, self._check_loss = visits, Head(model), check_loss
@@ -57,7 +60,7 @@ class HeadPasses:
         if self._awaited is None:
             return
         (losses, visit), self._awaited = self._awaited, None
-        for loss in losses.result():
+        for loss in self.of_all(losses.result()):
             self.loss += loss
         if visit.is_final:
             self._check_loss(self.loss, visit.stage)
@@ -162,6 +165,11 @@ class HeadPasses:
     def _first_pass(self, hidden: torch.Tensor, targets: torch.Tensor, last: int, *, normaliser: int) -> TokenLoss:
         """Returns each token's loss, and notes the step's."""
         tokens, is_final = self.token_losses(hidden, targets)
+        if self.visits.plan.numerics.lanes > 1:  # by micro-batch: replicas have some of the tokens
+            found = self.of_all([tokens.of_part(part) for part in self.visits.micro_batches(targets)])
+            self.loss = sum(found) / normaliser
+            self._check_loss(self.loss, last)
+            return tokens
         self._losses.append(tokens.losses())
         if is_final:
             self.loss = mean(self._losses, normaliser)

@@ -133,6 +133,11 @@ class TokenLoss:
         losses = self.maximum + self.total.log() - self.target
         return losses[self.targets != IGNORED]
 
+    def of_part(self, part: MicroBatch) -> float:
+        """Returns the sum of a micro-batch's losses, once every column was seen. Reads the device."""
+        losses = part.of(self.maximum) + part.of(self.total).log() - part.of(self.target)
+        return float(losses[part.of(self.targets) != IGNORED].sum(dtype=torch.float64))
+
     def by_token(self) -> torch.Tensor:
         """Returns the loss of every token (float64, in host memory), 0 where it is no label. Every column was seen."""
         losses = self.maximum + self.total.log() - self.target

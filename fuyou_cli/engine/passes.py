@@ -152,6 +152,8 @@ class BlockPasses:
         ):
             for number, micro_batch in enumerate(micro_batches):
                 part, grad, *more = arriving.take()
+                if total is not None:
+                    total.begin(number)
                 part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
                 visits.seed(call.stage, number)
                 if routed is not None:
@@ -271,8 +273,10 @@ class RangedPasses(BlockPasses):
             )
             arriving = visits.inputs(sources)
             with visits.learning(stage, flat, total) as parameters:
-                for part in micro_batches:
+                for number, part in enumerate(micro_batches):
                     packed, grad, *more = arriving.take()
+                    if total is not None:
+                        total.begin(number)
                     if is_first and sent is not None:
                         leaving.put(packed, part.of(sent))
                     part_sums = None if sums is None else more[0] if more else self._zero_sums(part, sums)

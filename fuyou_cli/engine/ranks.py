@@ -44,12 +44,12 @@ class Ranks:
         first[_LENGTH : _LENGTH + len(begin)] = _bytes(begin)
         others = [rank for rank in range(self.size) if rank != self.rank]
         firsts = {rank: torch.empty(_FIRST, dtype=torch.uint8) for rank in others}
-        self._exchange({rank: first for rank in others}, firsts, tag=0)
+        self.exchange({rank: first for rank in others}, firsts, tag=0)
         sizes = {rank: int(message[:_LENGTH].view(torch.int64)) for rank, message in firsts.items()}
         remainders = {
             rank: torch.empty(size - _IN_FIRST, dtype=torch.uint8) for rank, size in sizes.items() if size > _IN_FIRST
         }
-        self._exchange({rank: _bytes(remainder) for rank in others} if remainder else {}, remainders, tag=1)
+        self.exchange({rank: _bytes(remainder) for rank in others} if remainder else {}, remainders, tag=1)
         values = {self.rank: value}
         for rank, size in sizes.items():
             parts = [firsts[rank][_LENGTH : _LENGTH + min(size, _IN_FIRST)]]
@@ -69,8 +69,8 @@ class Ranks:
         """Returns the error for a rank that no longer answers."""
         return PeerLost(peer, self.hosts[peer], str(error))
 
-    def _exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor], *, tag: int) -> None:
-        """Sends to each rank, and receives from each."""
+    def exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor], *, tag: int) -> None:
+        """Sends to each rank, and receives from each. Raises PeerLost."""
         assert tag < _TAGS
         works: list[tuple[int, Any]] = []
         messages: list[tuple[int, torch.Tensor, Callable[..., Any], str]]
@@ -81,7 +81,7 @@ class Ranks:
                 works.append((peer, begin(data, group=self.group, tag=tag, **{keyword: peer})))
             except RuntimeError as error:
                 raise self.lost(peer, error) from error
-        self.sent += sum(source.numel() for source in out.values())
+        self.sent += sum(source.nbytes for source in out.values())
         for peer, work in works:
             try:
                 work.wait()

@@ -263,9 +263,10 @@ class Visits:
 
     # ---- groups and micro-batches -------------------------------------------------------------------------------------------
 
-    def begin_sweep(self, parts: Sequence[MicroBatch], before: int) -> None:
-        """Begins a sweep over these micro-batches. `before`: how many of the step came before."""
+    def begin_sweep(self, parts: Sequence[MicroBatch], before: int, lane_ends: tuple[int, ...] = ()) -> None:
+        """Begins a sweep over these micro-batches. `before`: how many of the step came before; `lane_ends`: of its lanes."""
         self.divide(parts)
+        self.sums.lane_ends = lane_ends
         self._before = before
         self._shared.clear()  # the model's own forward makes new masks and positions
 

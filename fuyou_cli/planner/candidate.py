@@ -131,6 +131,8 @@ def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
     one before."""
     if request.sweeps is not None or request.norm_first or not model.may_sweep:
         return (1,)
+    if request.numerics.lanes > 1:  # their sums under way would have to rest between sweeps
+        return (1,)
     if request.numerics.router_aux_loss:  # whose slope is known once all rows were forward
         return (1,)
     micro_batches, counts = request.numerics.micro_batches, [1]

@@ -104,7 +104,7 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
         whole = max(whole, hidden + held(12 * tokens) + losses)
     boundaries = 2 + bool(request.norm_first) + model.has_ranges + ring_boundaries(model)
     whole += boundaries * boundary + sums + 64 * step_tokens
-    stage = max(stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages)
+    stage = max(stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages) + lane_bytes(model, numerics)
     return ComputeMemory(whole_batch=whole, stage=0 if request.device == "cuda" else stage)
 
 
@@ -135,6 +135,15 @@ def code_bytes(model: ModelSpec, numerics: Numerics, *, widths: int, trains: boo
     products = sum(1 + trains + trained for _, trained in shapes) * (widths - 1)
     lengths = lengths_up_to(numerics.max_seq_len, numerics.document_step) if numerics.document_step else widths
     return min(products, MOST_PRODUCTS) * PRODUCT_CODE + (lengths - 1) * ATTENTION_CODE
+
+
+def lane_bytes(model: ModelSpec, numerics: Numerics) -> int:
+    """Returns the bytes of the sums of a stage's gradients that lanes hold beside the one under way, and of slices of other
+    replicas' sums."""
+    if numerics.lanes == 1:
+        return 0
+    largest = max(stage.gradient_bytes(numerics.accumulate_dtype) for stage in model.stages)
+    return held((numerics.lanes.bit_length() + 1) * largest)
 
 
 def kept_choices(stage: StageSpec, group: Numerics) -> int:
@@ -292,7 +301,7 @@ def _memory(
         homes=sum(model.stages[stage].weight_bytes for stage in at_home),
         turns=WEIGHTS_ON_DEVICE * max((stage.weight_bytes for stage in model.stages if stage.index not in at_home), default=0),
         decoded=decoded,
-        sums=sums + 8 * lanes,
+        sums=sums + 8 * lanes + lane_bytes(model, request.group),
         states=sum(model.stages[stage].state_bytes for stage in updated),
         gradients=sum(gradients[stage] for stage in updated & resting),
         scratch=update_scratch(max((model.stages[stage].trained for stage in updated), default=0)),

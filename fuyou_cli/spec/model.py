@@ -344,6 +344,7 @@ class ModelSpec:
     choreography_bytes_per_token: int  # held by the model's own forward between stages, whole batch
     sent_bytes_per_token: int = 0  # what a block sends to its experts where these are stages of their own
     may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
+    draws_between: bool = False  # its own forward draws random numbers for all rows, between stages
     inactive_parameters: int = 0  # of experts that one token is not sent to
     inactive_frozen: int = 0  # those of them that are frozen
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype

@@ -37,6 +37,8 @@ class Numerics:
     width_step: int = 8  # tokens: the width of what is padded is a multiple of it, or max_seq_len
     document_step: int = 0  # tokens: attention computes documents of such lengths (`rounded_up`); 0: of any length
     router_aux_loss: float = 0.0  # coefficient of the loss that balances a mixture's experts; 0: without
+    # Groups of micro-batches, a power of two: gradients are summed within each, then group by group in a binary tree.
+    lanes: int = 1
 
     @property
     def micro_batches(self) -> int:
@@ -290,22 +292,28 @@ class Plan:
     norm_first: bool = False  # a step's first backward only measures the norm; updates run beside a second one
     sweeps: int = 1  # passes over the model in a step, forward and backward, each over an equal share of the micro-batches
     typical: TypicalStep | None = None  # None: all rows are taken to have `max_seq_len` tokens
+    replicas: int = 1  # processes that each compute the whole model, for as many rows of a step; all else is of one of them
     free_pages: bool = False  # on device cpu: a block finds its pages in the heap, so none is given back between two of them
 
     @property
     def step_tokens(self) -> int:
         """Returns the tokens of a step, without padding."""
-        return self.numerics.tokens if self.typical is None else self.typical.tokens
+        return self.numerics.tokens if self.typical is None else self.typical.tokens * self.replicas
 
     @property
     def fill(self) -> float:
         """Returns the share of the planned tokens that a step computes."""
-        return 1.0 if self.typical is None else self.typical.computed / self.numerics.tokens
+        return 1.0 if self.typical is None else self.typical.computed * self.replicas / self.numerics.tokens
+
+    @property
+    def here(self) -> Numerics:
+        """Returns the numerics of what one process computes."""
+        return self.numerics.of_sweep(self.replicas)
 
     @property
     def group(self) -> Numerics:
         """Returns the numerics of one sweep. Stages pass on and keep only its rows."""
-        return self.numerics.of_sweep(self.sweeps)
+        return self.here.of_sweep(self.sweeps)
 
     @property
     def has_apart_commits(self) -> bool:

@@ -88,6 +88,21 @@ def test_every_row_is_in_one_micro_batch(padding: Padding, sweeps: int, lengths:
     assert not batch.input_ids[len(once.input_ids) :].any()  # an empty micro-batch where sweeps are more
 
 
+@pytest.mark.parametrize("padding", PADDINGS)
+@examples(share_fixtures=True)
+@given(lengths=lengths_of_rows)
+def test_lanes_are_dealt_in_turn(padding: Padding, lengths: list[int]) -> None:
+    """So that those of each replica take about as long."""
+    numerics, rows = replace(NUMERICS, padding=padding), rows_of(lengths)
+    once, batch = (lay_out(rows, range(8), pad_id=0, numerics=replace(numerics, lanes=lanes)) for lanes in (1, 2))
+    assert_holds(batch, rows, list(range(8)))
+    assert_divided(batch, numerics)
+    assert once.sweeps is not None and batch.sweeps is not None and len(batch.sweeps) == 2
+    widths = [part.width for part in once.sweeps[0]]
+    first, second = ([part.width for part in lane] for lane in batch.sweeps)
+    assert first == widths[::2] and second[: len(widths) // 2] == widths[1::2] and len(second) == max(1, len(widths) // 2)
+
+
 @pytest.mark.parametrize("padding", [*PADDINGS, "step"])
 @examples(share_fixtures=True)
 @given(lengths=some.lists(some.integers(1, 64), min_size=1, max_size=40), most=some.integers(1, 5))

@@ -18,7 +18,7 @@ import copy
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +54,7 @@ from .comparing import Outcome
 
 if TYPE_CHECKING:
     from fuyou_cli.engine.ranks import Ranks
+    from fuyou_cli.engine.replicas import Replicas
 
 emulated.register()  # scripts that take steps with it have no conftest
 
@@ -88,6 +89,7 @@ class Shape:
     states: StateDtype = "float32"
     rule: Rule = "adamw"
     router_aux_loss: float = 0.0
+    lanes: int = 1
     experts: int = 0  # of a range
     quantised: Quantised | None = None  # how frozen weights of blocks rest
 
@@ -137,6 +139,7 @@ class Subject:
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
             seed=7, vocabulary_rows=shape.vocabulary, range_experts=shape.experts, router_aux_loss=shape.router_aux_loss,
+            lanes=shape.lanes,
         )  # fmt: skip
         if (key := (type(self), made_of, shape.dtype)) not in _INITIAL:
             _INITIAL[key] = self.fresh().state_dict()
@@ -248,22 +251,24 @@ class Rig:
         data_sums: bool = False,
         ranks: Ranks | None = None,  # of several processes, each with a rig
         owners: tuple[int, ...] = (),  # the rank of each stage
+        replicas: Replicas | None = None,  # of several processes that compute all stages
     ) -> None:
         device = EVERYWHERE if EVERYWHERE and opened is None else device
         self.subject, self.anatomy, self.optimizer, self._compiled = subject, subject.anatomy, optimizer, compiled
         self.spec, self.losses = subject.spec if compiled is None else as_compiled(subject.spec), list[float]()
-        self.outcomes, self._ranks = list[StepOutcome](), ranks
+        self.outcomes, self._ranks, self._replicas = list[StepOutcome](), ranks, replicas
         if ranks is not None:
             self.spec, batch_on_device = self.spec.of_rank(owners, ranks.rank), False
+        count = 1 if replicas is None else replicas.ranks.size
         self.request = PlanRequest(
-            numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
+            numerics=subject.numerics.of_sweep(count), model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
             weights=home, states=states or home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
             kept_there=kept_there, device_states=device_states, sweeps=sweeps, norm_first=norm_first,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=chunk,
             scratch_size=scratch_size(chunk, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
-        self.plan: Plan = planning(self.spec, hardware, self.request)
+        self.plan: Plan = replace(planning(self.spec, hardware, self.request), numerics=subject.numerics, replicas=count)
         with ExitStack() as self._stack:
             self._open(folder, directories, opened, through, data_sums)
             self._stack = self._stack.pop_all()
@@ -289,7 +294,7 @@ class Rig:
         self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.executor = Executor(
             anatomy=self.anatomy, model=self.spec, plan=plan, daemon=through(self.daemon), memory=self.memory,
-            device=self.device, optimizer=self.optimizer, compiled=self._compiled, ranks=self._ranks,
+            device=self.device, optimizer=self.optimizer, compiled=self._compiled, ranks=self._ranks, replicas=self._replicas,
         )  # fmt: skip
         self._stack.callback(self.executor.close)
         self.put_weights(self.subject.initial)

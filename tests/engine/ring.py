@@ -2,6 +2,7 @@
 
     workers = Workers(3)
     compare(CASES["llama"], workers, ranks=2)
+    compare_replicas(CASES["LoRA"], workers, replicas=2)
 
 Workers are spawned once, as each loads torch and transformers, and take one case after the other. Also a module of
 `scripts/prove_ranks.py`, which runs every family.
@@ -77,7 +78,7 @@ class Case:
     shape: Mapping[str, Any] = field(default_factory=dict)
     way: Mapping[str, Any] = field(default_factory=dict)
     owners: str | int = "deal"
-    adapter: bool = False
+    adapter: bool | Mapping[str, Any] = False
     documents: tuple[tuple[int, ...], ...] = ()
     widths: tuple[int, ...] = ()  # of the micro-batches
     evaluates: bool = False
@@ -92,7 +93,12 @@ class Case:
 
     def subject(self) -> Subject:
         shape = Shape(**{"batch": 8, "micro": 2, **self.shape})
-        adapter = AdapterSection(r=4) if self.adapter else None
+        asked = self.adapter if isinstance(self.adapter, Mapping) else {}
+        if asked.get("experts"):
+            from .test_expert_lora import Adapted
+
+            return Adapted(self.family, shape)
+        adapter = AdapterSection(**{"r": 4, **asked}) if self.adapter else None
         subject = Subject(
             deeper(_named(self.family), self.blocks), shape, freeze=self.freeze, adapter=adapter, apart=bool(self.documents)
         )
@@ -113,27 +119,29 @@ class Seen:
     link: tuple[int, int] = (0, 0)  # bytes of boundaries, taken and given
     planned: tuple[int, int] = (0, 0)
     sent: int = 0  # other bytes to ranks
+    summed: int = 0  # bytes of gradients to replicas
     evaluated: list[float] = field(default_factory=list)
     stalls: tuple[str, ...] = ()
     alive: tuple[int, int] = (0, 0)  # most bytes beside the arena in one step more, and what the plan charges
     error: str = ""
 
 
-def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = ()) -> Seen:
-    """Takes the case's steps here. `ranks`: None for one process."""
+def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = (), replicas: Any = None) -> Seen:
+    """Takes the case's steps here. `ranks`, `replicas`: None for one process."""
     subject, way = case.subject(), case.way
     if ranks is not None and ranks.rank == 1:
         way = {**way, **case.unlike}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Rig(subject, Path(folder), ranks=ranks, owners=owners, **way) as rig,
+        Rig(subject, Path(folder), ranks=ranks, owners=owners, replicas=replicas, **way) as rig,
     ):
         rig.executor.may_skip = case.skips
-        sent = 0 if ranks is None else ranks.sent
+        others = ranks if replicas is None else replicas.ranks
+        sent, summed = 0 if others is None else others.sent, 0 if replicas is None else replicas.sent
         error, evaluated = "", list[float]()
         try:
             for number, (ids, labels) in enumerate(subject.batches(case.steps), start=1):
-                if number == 2 and ranks is not None and case.leaves == ranks.rank:
+                if number == 2 and others is not None and case.leaves == others.rank:
                     rig.executor.between_micro_batches = lambda: os._exit(1)
                 rig.outcomes.append(_step(case, rig, number, ids, labels))
         except FuyouError as found:
@@ -160,7 +168,8 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = ()) -> Seen:
             predicted=(rig.plan.predicted.read_per_step, rig.plan.predicted.written_per_step),
             link=crossed,
             planned=(case.steps * planned[0], case.steps * planned[1]),
-            sent=0 if ranks is None else ranks.sent - sent,
+            sent=0 if others is None else others.sent - sent,
+            summed=0 if replicas is None else replicas.sent - summed,
             evaluated=evaluated,
             stalls=stalls,
             alive=alive,
@@ -179,7 +188,8 @@ def _step(case: Case, rig: Rig, number: int, ids: torch.Tensor, labels: torch.Te
         parts = [MicroBatch(first=2 * n, end=2 * n + 2, width=w, longest=w) for n, w in enumerate(case.widths)]
         for part in parts:
             labels[part.rows, part.width :] = -100
-        options["sweeps"] = [tuple(parts)]
+        each = len(parts) // rig.plan.numerics.lanes
+        options["sweeps"] = [tuple(parts[first : first + each]) for first in range(0, len(parts), each)]
     return rig.executor.step(ids, labels, step=number, lr=rig.optimizer.lr, last=last, **options)
 
 
@@ -214,17 +224,22 @@ def work(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
     import torch.distributed as dist
 
     from fuyou_cli.engine.ranks import Ranks
+    from fuyou_cli.engine.replicas import Replicas
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    worlds = {count: dist.new_group(list(range(count)), backend="gloo") for count in range(2, size + 1)}
+    worlds = {count: [dist.new_group(list(range(count)), backend="gloo") for _ in range(2)] for count in range(2, size + 1)}
     joined: dict[int, Ranks] = {}
     while (job := jobs.get()) is not None:
-        case, count = job
+        case, count, replicates = job
         try:
             if count not in joined:
-                joined[count] = Ranks(worlds[count])
-            results.put((rank, run(case, joined[count], owners_of(case, case.subject().spec, count))))
+                joined[count] = Ranks(worlds[count][0])
+            ranks = joined[count]
+            if replicates:
+                results.put((rank, run(case, replicas=Replicas(ranks, Ranks(worlds[count][1], ranks.hosts)))))
+            else:
+                results.put((rank, run(case, ranks, owners_of(case, case.subject().spec, count))))
         except UsageError as error:
             results.put((rank, Seen(numbers=[], states={}, moved=(0, 0), error=f"UsageError: {error.message}")))
         except BaseException:
@@ -255,9 +270,9 @@ class Workers:
             process.join()
         self._folder.cleanup()
 
-    def start(self, case: Case, ranks: int) -> None:
+    def start(self, case: Case, ranks: int, *, replicates: bool = False) -> None:
         for jobs in self._jobs[:ranks]:
-            jobs.put((case, ranks))
+            jobs.put((case, ranks, replicates))
 
     def seen(self, ranks: int) -> list[Seen]:
         """Returns what each rank saw of the case that was started: the first so many."""
@@ -284,6 +299,20 @@ def compare(case: Case, workers: Workers, ranks: int) -> tuple[Seen, list[Seen]]
         assert seen.error or seen.link == seen.planned, (seen.link, seen.planned)
         assert seen.sent <= case.steps * (64 << 10)
     assert states == alone.states
+    assert alone.error or all(math.isfinite(one[0]) or case.skips for one in alone.numbers)
+    return alone, among
+
+
+def compare_replicas(case: Case, workers: Workers, replicas: int, alone: Seen | None = None) -> tuple[Seen, list[Seen]]:
+    """Takes the same steps here and by replicas, and compares everything but times. `alone`: what was seen here before."""
+    workers.start(case, replicas, replicates=True)
+    alone = run(case) if alone is None else alone
+    among = workers.seen(replicas)
+    for seen in among:
+        assert seen.error == alone.error
+        assert repr(seen.numbers) == repr(alone.numbers)
+        assert seen.states == alone.states
+        assert seen.sent <= case.steps * (64 << 10)
     assert alone.error or all(math.isfinite(one[0]) or case.skips for one in alone.numbers)
     return alone, among
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from drawn import every
 
 from .families import FAMILIES
-from .ring import Case, Workers, compare, in_dtype
+from .ring import Case, Workers, compare, compare_replicas, in_dtype, run
 
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 CASES: dict[str, Case] = {
@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    found = Workers(3)
+    found = Workers(4)  # replicas divide the lanes
     yield found
     found.stop()
 
@@ -135,6 +135,49 @@ def test_a_step_stays_within_what_is_charged(workers: Workers) -> None:
         (peak, charged), boundary = seen.alive, 24 * 64 * 32 * 4
         assert alone.alive[0] < peak <= alone.alive[0] + boundary
         assert peak <= charged == alone.alive[1] + boundary
+
+
+IN_LANES: dict[str, Any] = {"lanes": 4}
+REPLICAS: dict[str, Case] = {
+    "clipped, with dropout": Case(family="llama", shape=IN_LANES, adapter={"lora_dropout": 0.2}),
+    "no clipping": Case(
+        family="qwen3", shape=BFLOAT16 | IN_LANES, adapter={"use_dora": True}, way={"clip": None, "home": None}
+    ),
+    "a tied head": Case(family="tied llama", shape=BFLOAT16 | IN_LANES, adapter=True, way={"home": "cpu"}),
+    "learned positions": Case(family="gpt2", shape=IN_LANES, adapter=True),
+    "a cut head, a mixture": Case(
+        family="qwen3_moe", shape={"vocabulary": 40, "chunk": 5, **IN_LANES},
+        adapter={"target_modules": ["q_proj", "v_proj"]},
+    ),
+    "ranges of experts": Case(family="qwen3_moe", shape={"experts": 2, **BFLOAT16, **IN_LANES}, adapter={"experts": True}),
+    "rows of other widths": Case(family="mistral", shape=IN_LANES, adapter=True, widths=(16, 12, 9, 5)),
+    "documents": Case(family="llama", shape=IN_LANES, adapter=True, documents=((9, 7), (16,), (4, 12), (16,)) * 2),
+    "not finite": Case(family="llama", shape=IN_LANES, adapter=True, breaks=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas(name: str, workers: Workers) -> None:
+    """Processes that each compute the whole model, for some lanes of a step."""
+    alone, among = compare_replicas(REPLICAS[name], workers, 2)
+    trained = sum(stage.trained for stage in REPLICAS[name].subject().spec.stages)
+    item, steps = 4, REPLICAS[name].steps
+    assert alone.error or all(seen.summed <= item * trained * steps for seen in among)
+    compare_replicas(REPLICAS[name], workers, 4, alone)
+
+
+def test_lanes_are_numerics(workers: Workers) -> None:
+    """Their number changes bits, where they are computed does not: here a ring computes them."""
+    case = REPLICAS["clipped, with dropout"]
+    alone, _ = compare(case, workers, 2)
+    assert alone.states != run(replace(case, shape={})).states
+
+
+def test_a_replica_that_ends_is_named(workers: Workers) -> None:
+    """One of the last tests here, because it takes a worker."""
+    workers.start(replace(REPLICAS["clipped, with dropout"], leaves=3), 4, replicates=True)
+    for seen in workers.seen(3):
+        assert seen.error.startswith(f"PeerLost: rank 3 on {socket.gethostname()} was lost (")
 
 
 def test_a_rank_that_ends_is_named(workers: Workers) -> None:
