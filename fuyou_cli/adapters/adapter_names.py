@@ -38,8 +38,8 @@ def file_name(name: str) -> str:
 def as_beside(key: str, base: str) -> str:
     """Returns the name in an adapter's file of an expert's A or B, with the module called as in `base`, the matrix' name in the
     checkpoint: others than transformers know the module by that name."""
-    found = _HOLDER.search(base)
-    return key if found is None else _HOLDER.sub(found[0], key, count=1)
+    holder = _HOLDER.search(base)
+    return key if holder is None else _HOLDER.sub(holder[0], key, count=1)
 
 
 def neutral(key: str) -> str:
@@ -71,7 +71,7 @@ def lora_names(layer: str) -> tuple[str, str, str]:
 
 def targets_in_experts(keys: Iterable[str]) -> set[str]:
     """Returns the names by which an adapter's file, which has these keys, calls matrices of experts that have LoRA."""
-    return {found[1] for key in keys if (found := _IN_FILES.search(key))}
+    return {match[1] for key in keys if (match := _IN_FILES.search(key))}
 
 
 def alpha_of_fused(alpha: float, *, use_rslora: bool) -> dict[str, float]:
@@ -82,8 +82,8 @@ def alpha_of_fused(alpha: float, *, use_rslora: bool) -> dict[str, float]:
 
 def config_of(model: nn.Module) -> LoraConfig:
     """Returns peft's configuration of the adapter that `inject` put into the model, with the targets it found."""
-    found: LoraConfig = model.peft_config[ADAPTER]  # type: ignore[index]
-    return found
+    config: LoraConfig = model.peft_config[ADAPTER]  # type: ignore[index]
+    return config
 
 
 def config_text(config: LoraConfig, *, base_model: str, revision: str | None = None) -> bytes:

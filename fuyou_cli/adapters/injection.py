@@ -36,10 +36,10 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
 
     Returns peft's configuration with the targets it found. Raises UsageError where nothing matches, or what matches cannot be
     adapted."""
-    beside = list(beside_text(model).values())
+    other_parts = list(beside_text(model).values())
     blocks, tied = blocks_of(model), _tied(model)
     linear = _linear_names(blocks)
-    config = _config(section, beside, _targets(section, model, blocks))
+    config = _config(section, other_parts, _targets(section, model, blocks))
     try:
         with warnings.catch_warnings(action="ignore"):  # fan_in_fan_out peft sets right, and the rest is refused below
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
@@ -71,7 +71,7 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     if lost := sorted(_lost_by_peft(model, [name for name, _ in lora_layers(model)])):
         raise UsageError(f"adapter.target_modules: peft does not find LoRA of {lost[0]} when it loads it", hint="leave it out")
     in_full = _train_in_full(model, tied)
-    if wrong := [name for name in in_full if f"{name}.".startswith(tuple(f"{part}." for part in beside))]:
+    if wrong := [name for name in in_full if f"{name}.".startswith(tuple(f"{part}." for part in other_parts))]:
         raise UsageError(
             f"adapter.modules_to_save: {wrong[0]} does not run on text, so it cannot be trained",
             hint="write more of the name of the module that is meant, as language_model.norm",
@@ -98,7 +98,7 @@ def _adapt_experts(model: PreTrainedModel, section: AdapterSection, config: Lora
     if not names <= _joined_by_peft(model):
         raise UsageError(f"adapter.experts: peft cannot load an adapter of the experts of {family}", hint=refused)
     patterns = (*section.rank_pattern, *section.alpha_pattern)
-    if wrong := [one for one in patterns if any(re.fullmatch(rf"(.*\.)?({one})", name) for name in matrices)]:
+    if wrong := [pattern for pattern in patterns if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in matrices)]:
         key = "rank_pattern" if wrong[0] in section.rank_pattern else "alpha_pattern"
         raise UsageError(
             f"adapter.{key}: `{wrong[0]}` matches experts, which all have adapter.r and lora_alpha", hint="narrow it"
@@ -125,11 +125,13 @@ def _lost_by_peft(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:
 
     keys = {file_name(f"{layer}.lora_A.{ADAPTER}.weight"): layer for layer in layers}
     nothing = torch.empty(1, 1)
-    found = known.convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(), dict.fromkeys(keys, nothing), ADAPTER)
-    return {layer for key, layer in keys.items() if key not in found}
+    converted = known.convert_peft_adapter_state_dict_for_transformers(
+        model, LoraConfig(), dict.fromkeys(keys, nothing), ADAPTER
+    )
+    return {layer for key, layer in keys.items() if key not in converted}
 
 
-def _config(section: AdapterSection, beside: list[str], targets: str | list[str]) -> LoraConfig:
+def _config(section: AdapterSection, other_parts: list[str], targets: str | list[str]) -> LoraConfig:
     """Returns peft's configuration for the text part of a model; peft leaves the parts `beside` it out, whoever loads it.
     `targets`: see `_targets`."""
     return LoraConfig(
@@ -138,7 +140,7 @@ def _config(section: AdapterSection, beside: list[str], targets: str | list[str]
         lora_alpha=section.lora_alpha,
         lora_dropout=section.lora_dropout,
         target_modules=targets,
-        exclude_modules=rf"({'|'.join(map(re.escape, beside))})(\..*)?" if beside else None,
+        exclude_modules=rf"({'|'.join(map(re.escape, other_parts))})(\..*)?" if other_parts else None,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
         modules_to_save=list(section.modules_to_save) or None,
@@ -164,7 +166,8 @@ def _targets(section: AdapterSection, model: PreTrainedModel, blocks: Iterable[n
     whole = {part: name for name, part in model.named_modules()}
     lost = _lost_by_peft(model, [whole[part] for _, part in linear])
     left = {name for name, part in linear if part in routers or whole[part] in lost}
-    blockwise, apart = {part for _, part in inside}, {part for one in beside_text(model) for part in one.modules()}
+    blockwise = {part for _, part in inside}
+    apart = {part for beside in beside_text(model) for part in beside.modules()}
     outside = {name.rpartition(".")[2] for part, name in whole.items() if part not in blockwise | apart}
     return sorted({name for name, _ in linear} - left - outside - _joined_by_peft(model))
 
@@ -178,7 +181,7 @@ def _linear_names(blocks: Iterable[nn.Module]) -> list[str]:
 def _tied(model: PreTrainedModel) -> set[int]:
     """Returns the identities of parameters that several modules hold."""
     held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    return {one for one in held if held.count(one) > 1} if len(set(held)) < len(held) else set()
+    return {pointer for pointer in held if held.count(pointer) > 1} if len(set(held)) < len(held) else set()
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
@@ -205,13 +208,13 @@ def _refuse_unused(section: AdapterSection, adapted: list[str], in_full: list[st
 
 
 def _unused(written: Iterable[str], names: list[str], before: str, spelt: Callable[[str], str]) -> list[str]:
-    return [one for one in written if not any(re.fullmatch(f"{before}({spelt(one)})", name) for name in names)]
+    return [pattern for pattern in written if not any(re.fullmatch(f"{before}({spelt(pattern)})", name) for name in names)]
 
 
 def _train_in_full(model: PreTrainedModel, tied: set[int]) -> list[str]:
     """Takes peft's wrappers of `modules_to_save` out again, and has the modules themselves trained: nobody needs the old
     weights. Returns their names."""
-    found = []
+    names = []
     for name, wrapper in list(model.named_modules()):
         if not isinstance(wrapper, ModulesToSaveWrapper):
             continue
@@ -224,8 +227,8 @@ def _train_in_full(model: PreTrainedModel, tied: set[int]) -> list[str]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
         module.requires_grad_(True)
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def initial_values(model: nn.Module, *, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -278,19 +281,19 @@ class FirstValues:
 
         They are drawn in the order of the model's modules. So names are best asked for in this order."""
         added = {name for name in names if is_added(name)}
-        found: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         for layer in self._layers:
             a, b, magnitude = lora_names(layer)
             if a in added:
-                found |= {a: self._take(a, self._drawn), b: self._take(b, self._drawn)}
+                values |= {a: self._take(a, self._drawn), b: self._take(b, self._drawn)}
             if magnitude in added:
-                found[magnitude] = self._norms(layer, found[a], found[b], pieces)
-        return found | {name: self._take(name, self._of_experts) for name in sorted(added - found.keys())}
+                values[magnitude] = self._norms(layer, values[a], values[b], pieces)
+        return values | {name: self._take(name, self._of_experts) for name in sorted(added - values.keys())}
 
     def _take(self, name: str, drawn: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
         while name not in self._held:
-            one, value = next(drawn)
-            self._held[one] = value
+            drawn_name, value = next(drawn)
+            self._held[drawn_name] = value
         return self._held.pop(name)
 
     def _norms(self, layer: str, a: torch.Tensor, b: torch.Tensor, pieces: Pieces) -> torch.Tensor:

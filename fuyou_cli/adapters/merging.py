@@ -36,18 +36,18 @@ class LoraWeights:
         """Returns elements [first, first + len(piece)) of the merged matrix, in float32.
 
         piece: those of the matrix, 1-D, of any dtype; norms: with DoRA, `output_norms` of the whole matrix."""
-        found = piece.float() + self._added(first, len(piece))
+        merged_piece = piece.float() + self._added(first, len(piece))
         if self.magnitude is None:
-            return found
+            return merged_piece
         assert norms is not None
-        return found * (self.magnitude / norms)[self._outputs(first, len(piece))]
+        return merged_piece * (self.magnitude / norms)[self._outputs(first, len(piece))]
 
     def output_norms(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
         """Returns the norm of each output's weights with LoRA added, (outputs,). pieces: the matrix from its beginning."""
         squares, first = torch.zeros(len(self.b), dtype=torch.float64), 0
         for piece in pieces:
-            found = (piece.float() + self._added(first, len(piece))).double()
-            squares.index_add_(0, self._outputs(first, len(piece)), found.square_())
+            summed = (piece.float() + self._added(first, len(piece))).double()
+            squares.index_add_(0, self._outputs(first, len(piece)), summed.square_())
             first += len(piece)
         return squares.sqrt_().float()
 
@@ -89,12 +89,12 @@ def read_settings(path: Path) -> LoraSettings:
     """Reads the file. Raises UsageError naming it if a key is missing or has a wrong value."""
     content = read_object(path, limit=_LARGEST, names=True, hint=_HINT)
     try:
-        found = from_json(LoraSettings, {key.name: content[key.name] for key in fields(LoraSettings) if key.name in content})
-        for pattern in found.alpha_pattern:
+        settings = from_json(LoraSettings, {key.name: content[key.name] for key in fields(LoraSettings) if key.name in content})
+        for pattern in settings.alpha_pattern:
             _of_layers(pattern)
     except (UsageError, re.error, OverflowError, RecursionError) as error:
         raise UsageError(f"{path}: {error}", hint=_HINT) from None
-    return found
+    return settings
 
 
 def _of_layers(pattern: str) -> re.Pattern[str]:

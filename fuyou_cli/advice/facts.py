@@ -127,7 +127,7 @@ class RunFacts:
             return ()
         seconds = self.plan.predicted.seconds
         most = max(seconds.values(), default=0.0)
-        names = tuple(word for name, taken in seconds.items() if taken >= _CLOSE * most for word in _RATED.get(name, ()))
+        names = tuple(word for name, busy in seconds.items() if busy >= _CLOSE * most for word in _RATED.get(name, ()))
         other = "store, both" if self.plan.sustained else "store, sustained"
         rates = (rate for rate in origins_of(self.hardware) if rate.origin == "assumption" and rate.what.startswith(names))
         return tuple(rate for rate in rates if not rate.what.startswith(other))

@@ -102,7 +102,7 @@ def command_of(
     """Returns the command line that runs (or plans) this recipe with its overrides, and with `changes` in place of those of the
     same keys."""
     changed = {change.split("=")[0] for change in changes}
-    kept = [one for one in loaded.overrides if one.split("=")[0] not in changed]
+    kept = [override for override in loaded.overrides if override.split("=")[0] not in changed]
     return shlex.join(["fuyou", command, str(loaded.path), *kept, *changes, *options])
 
 
@@ -250,11 +250,11 @@ def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
 def _helping(trials: _Trials, kinds: list[ChangeKind]) -> list[tuple[bool, Outcome]]:
     """Returns the changes that help, each with whether it changes the run's numerics."""
     helping = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
-    for one, other in combinations(kinds, 2) if not helping else ():
+    for first, second in combinations(kinds, 2) if not helping else ():
         if len(helping) >= SHOWN or trials.exhausted:
             break
-        if outcome := trials.pair(one, other):
-            helping.append((one.numerics or other.numerics, outcome))
+        if outcome := trials.pair(first, second):
+            helping.append((first.numerics or second.numerics, outcome))
     return helping
 
 
@@ -276,12 +276,12 @@ class _Trials:
         ends = (self._quickly(changes) for changes in (kind.steps[-1], kind.steps[0]))
         return self._least(kind.steps) if any(end is not None and not end.problems for end in ends) else None
 
-    def pair(self, one: ChangeKind, other: ChangeKind) -> Outcome | None:
+    def pair(self, first: ChangeKind, second: ChangeKind) -> Outcome | None:
         """Returns a pair of changes, each as small as possible, if both at their largest help."""
-        if not self._passes((*one.steps[-1], *other.steps[-1])):
+        if not self._passes((*first.steps[-1], *second.steps[-1])):
             return None
-        least = next(step for step in one.steps if self._passes((*step, *other.steps[-1])))
-        return self._least((*least, *step) for step in other.steps)
+        least = next(step for step in first.steps if self._passes((*step, *second.steps[-1])))
+        return self._least((*least, *step) for step in second.steps)
 
     def _least(self, steps: Iterable[tuple[str, ...]]) -> Outcome | None:
         full = (self._elsewise.with_keys(changes) for changes in steps if self._passes(changes))
@@ -436,10 +436,10 @@ def ways_to_be_faster(elsewise: Replanner) -> tuple[Outcome, ...]:
         return ()
     best: list[Outcome] = []
     for kind in _kinds(prepared):
-        planned = [one for keys in kind if (one := _quickly(elsewise, keys)) is not None]
+        planned = [outcome for keys in kind if (outcome := _quickly(elsewise, keys)) is not None]
         best += ranked(_worth(prepared.plan, planned))[:1]
-    searched = (elsewise.with_keys(one.changes) for one in ranked(best)[:SHOWN_FASTER])
-    return tuple(ranked(_worth(prepared.plan, [one for one in searched if one is not None])))
+    searched = (elsewise.with_keys(outcome.changes) for outcome in ranked(best)[:SHOWN_FASTER])
+    return tuple(ranked(_worth(prepared.plan, [outcome for outcome in searched if outcome is not None])))
 
 
 def waits_for_drives(plan: Plan) -> bool:
@@ -465,20 +465,20 @@ def _kinds(prepared: Planned) -> Iterator[tuple[tuple[str, ...], ...]]:
         yield ((SMALL_SUMS,),)
     numerics, by_epochs = prepared.plan.numerics, recipe.train.max_steps is None
     times = [
-        one
-        for one in _LARGER
-        if one * numerics.micro_batches <= _MOST_MICRO_BATCHES and (by_epochs or prepared.total_steps >= one)
+        factor
+        for factor in _LARGER
+        if factor * numerics.micro_batches <= _MOST_MICRO_BATCHES and (by_epochs or prepared.total_steps >= factor)
     ]
-    yield same_tokens(prepared, [one * numerics.batch_size for one in times[:1]])
+    yield same_tokens(prepared, [factor * numerics.batch_size for factor in times[:1]])
     yield (("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else ()
 
 
 def _quickly(elsewise: Replanner, keys: tuple[str, ...]) -> Outcome | None:
     """Plans changed keys with the choice of the plan that is there, or as usual where that does not fit. More sweeps than one
     may be there only for what a change makes small, so one is tried as well."""
-    found = elsewise.prepared.found
-    assert found is not None
-    same = replace(found.best.candidate, norm_first=False)
+    search = elsewise.prepared.found
+    assert search is not None
+    same = replace(search.best.candidate, norm_first=False)
     placed = (elsewise.with_keys(keys, candidate) for candidate in dict.fromkeys((same, replace(same, sweeps=1))))
     fitting = [outcome for outcome in placed if outcome is not None]
     return min(fitting, key=lambda one: per_token(one.plan)) if fitting else elsewise.with_keys(keys, effort="usual")

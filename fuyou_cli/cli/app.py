@@ -46,8 +46,8 @@ def _complete_recipe(incomplete: str) -> list[str]:
     """Lists shipped recipes and the recipes in this folder, for shell completion."""
     from fuyou_cli.recipe.named import shipped_recipes
 
-    here = (str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern))
-    return sorted(name for name in (*shipped_recipes(), *here) if name.startswith(incomplete))
+    local = (str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern))
+    return sorted(name for name in (*shipped_recipes(), *local) if name.startswith(incomplete))
 
 
 def _complete_key(incomplete: str) -> list[str]:

@@ -123,10 +123,10 @@ def _measured(
         report = BenchReport(profile=profile, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
     else:
         report = measure(*places, quick=quick, device=device, progress=progress)
-    found = _layers(recipe, own, target, quick=quick, progress=progress)
-    if layers and not found.stage_rates:
-        raise FuyouError("; ".join(found.notes))
-    return report.with_found(found)
+    findings = _layers(recipe, own, target, quick=quick, progress=progress)
+    if layers and not findings.stage_rates:
+        raise FuyouError("; ".join(findings.notes))
+    return report.with_found(findings)
 
 
 def _layers(recipe: Recipe, own: OwnLayers, target: torch.device, *, quick: bool, progress: Progress) -> Findings:
@@ -220,6 +220,6 @@ def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes:
     content = ruled(shapes, "what", "rate", "range")
     column(content, "measured on", wrap=True, style="dim")
     for rate in rates:
-        value, low, high = (tera(one * scale) for one in (rate.value, rate.low, rate.high))
+        value, low, high = (tera(figure * scale) for figure in (rate.value, rate.low, rate.high))
         content.add_row(Text(rate.name), Text(value, style="bold"), f"{low} to {high}", Text(rate.note))
     show(console, content, indent=2)

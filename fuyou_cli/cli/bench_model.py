@@ -302,8 +302,8 @@ def block_seconds(history: History, blocks: int) -> float:
     log has a timeline, times the usual step."""
     computed = sorted((item for item in history.report.timeline if item.resource == "compute"), key=lambda item: item.end)
     begins = [0.0, *(item.end for item in computed)]
-    taken = (item.end - begin for item, begin in zip(computed, begins, strict=False) if _OF_BLOCK.match(item.label))
-    return sum(taken) / history.steps[-1].seconds * history.report.step_seconds / blocks
+    durations = (item.end - begin for item, begin in zip(computed, begins, strict=False) if _OF_BLOCK.match(item.label))
+    return sum(durations) / history.steps[-1].seconds * history.report.step_seconds / blocks
 
 
 def show_model_bench(console: Console, model: str, points: Sequence[Point]) -> None:
@@ -337,9 +337,9 @@ def show_model_bench(console: Console, model: str, points: Sequence[Point]) -> N
         homes = ", ".join(f"{name.replace('_', ' ')} on {home}" for name, home in point.homes.items())
         busy = ", ".join(f"{name} {percent(point.busy[name], 1)}" for name in ordered(list(point.busy)))
         samples = "; ".join(
-            f"{some(one.blocks, 'block')} take {duration(one.measured_seconds)}, of it {duration(one.block_seconds)} each, "
-            f"so the whole {duration(one.step_seconds)}"
-            for one in point.estimates
+            f"{some(estimate.blocks, 'block')} take {duration(estimate.measured_seconds)}, "
+            f"of it {duration(estimate.block_seconds)} each, so the whole {duration(estimate.step_seconds)}"
+            for estimate in point.estimates
         )
         verdict = f"{'agree' if point.apart <= AGREE else 'DO NOT AGREE'}: {point.apart:.1%} apart (at most {AGREE:.0%})"
         say(console, f"- batch {point.batch_size}: micro-batches of {point.micro_batch_size}; most blocks: {homes}", indent=2)

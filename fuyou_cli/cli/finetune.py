@@ -331,7 +331,7 @@ def _export(planned: Planned, source: Path, rank: Rank | None = None) -> None:
     if rank is not None and not rank.exports():
         return
 
-    out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
+    out, options, how_to_repeat = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
         with TransferDisplay(status_console()) as transfers:
             export_store(
@@ -339,13 +339,13 @@ def _export(planned: Planned, source: Path, rank: Rank | None = None) -> None:
                 model_dir=planned.model_dir, progress=partial(transfers, f"exporting to {out.name}"), say=write_status,
             )  # fmt: skip
     except KeyboardInterrupt:
-        raise Interrupted("interrupted while writing the model", hint=again) from None
+        raise Interrupted("interrupted while writing the model", hint=how_to_repeat) from None
     except FuyouError as error:
         if not isinstance(error, UntouchedError):  # which happens wherever the model is written to
-            error.hint = f"{error.hint}; {again}" if error.hint else again
+            error.hint = f"{error.hint}; {how_to_repeat}" if error.hint else how_to_repeat
         raise
     except Exception as error:
-        error.add_note(again)
+        error.add_note(how_to_repeat)
         raise
     computed = planned.model.compute_dtype
     rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""

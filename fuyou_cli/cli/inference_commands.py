@@ -253,9 +253,9 @@ def run_lm_eval(words: list[str]) -> None:
     StreamedLM.say = staticmethod(write_status)
     model_registry.register("fuyou", target=StreamedLM)
     runs = words[0] == "run" or words[0].startswith("-")
-    rest = words[words[0] == "run" :] if runs else words
-    named = any(word == "--model" or word.startswith("--model=") for word in rest)
-    sys.argv = ["fuyou lm-eval", *(["run", *(() if named else ("--model", "fuyou"))] if runs else ()), *rest]
+    options = words[words[0] == "run" :] if runs else words
+    named = any(word == "--model" or word.startswith("--model=") for word in options)
+    sys.argv = ["fuyou lm-eval", *(["run", *(() if named else ("--model", "fuyou"))] if runs else ()), *options]
     try:
         cli_evaluate()
     except ValueError as error:

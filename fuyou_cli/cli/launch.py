@@ -107,11 +107,11 @@ def _signals_held() -> Iterator[deque[int]]:
 
 def _children() -> list[int]:
     """Returns the processes that any thread of this one has started."""
-    found = []
+    pids = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
-            found += [int(word) for word in (task / "children").read_text().split()]
-    return found
+            pids += [int(word) for word in (task / "children").read_text().split()]
+    return pids
 
 
 class QuietRank:

@@ -72,9 +72,9 @@ class _Notes:
         self.kept: list[str] = []
 
     def __call__(self, text: str) -> None:
-        kind, colon, rest = text.partition(": ")
+        kind, colon, message = text.partition(": ")
         if colon and kind in ("note", "warning"):
-            self.kept.append(rest if kind == "note" else text)
+            self.kept.append(message if kind == "note" else text)
         else:
             write_status(text)
 

@@ -149,11 +149,11 @@ def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
     from .render.progress import TransferDisplay
 
     with TransferDisplay(status_console()) as progress:
-        found = preview(recipe, number, whole=json_output, say=write_status, progress=progress)
+        shown = preview(recipe, number, whole=json_output, say=write_status, progress=progress)
     if json_output:
-        write_json(found.as_data())
+        write_json(shown.as_data())
         return
-    show_data(result_console(), found)
+    show_data(result_console(), shown)
 
 
 # ---- quickstart ------------------------------------------------------------------------------------------------------

@@ -87,19 +87,19 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
     from fuyou_cli.training.state.at_rest import find_store, size_of, to_check, verify_store
 
     store = find_store(source)
-    found: list[tuple[SavedStore, list[Verified]]] = []
-    for one in store.shares or (store,):
-        with counting("reading", 2 * size_of(one.manifest) + to_check(one.manifest)) as progress:
-            found.append((one, verify_store(one, progress=progress, say=write_status)))
+    verified: list[tuple[SavedStore, list[Verified]]] = []
+    for share in store.shares or (store,):
+        with counting("reading", 2 * size_of(share.manifest) + to_check(share.manifest)) as progress:
+            verified.append((share, verify_store(share, progress=progress, say=write_status)))
     if json_output:
-        data = [{"store": str(one.folder), "states": [_as_data(state) for state in states]} for one, states in found]
+        data = [{"store": str(share.folder), "states": [_as_data(state) for state in states]} for share, states in verified]
         write_json({"shares": data} if store.shares else data[0])
     else:
-        for one, states in found:
+        for share, states in verified:
             if store.shares:
-                write_result(f"{one.folder}:")
+                write_result(f"{share.folder}:")
             _show_states(states)
-    return all(states[0].is_whole for _, states in found)
+    return all(states[0].is_whole for _, states in verified)
 
 
 def _show_states(states: Sequence[Verified]) -> None:
@@ -197,13 +197,13 @@ def _show_store(store: StoreFiles) -> None:
 
 def _show_unnamed(file: Path) -> None:
     """Shows a store file that has no manifest. It is not removed, because a run may still need it."""
-    taken, part = file.stat().st_blocks * 512, read_part(file.parent)
+    size, part = file.stat().st_blocks * 512, read_part(file.parent)
     if part is not None and part.index:
         first = one_line(str(part.first))
         why = f"part {part.index + 1} of {part.count} of the store in {first}: name that one, or mount its drive"
     else:
         why = f"its run was killed at its start, or continues from {BEFORE}: run its recipe again, or remove the file by hand"
-    write_status(f"{file.parent}\n  {gib(taken):>12}  {file}  ({taken:,} bytes)")
+    write_status(f"{file.parent}\n  {gib(size):>12}  {file}  ({size:,} bytes)")
     write_status(f"  not removed, because no {MANIFEST} names it: {why}")
 
 

@@ -91,14 +91,14 @@ def file_systems(files: Sequence[Wanted]) -> list[FileSystem]:
         together.setdefault(existing(file.path).stat().st_dev, []).append(file)
     return [
         FileSystem(
-            folders=tuple(dict.fromkeys(file.path.parent for file in here)),
-            what=tuple(dict.fromkeys(file.what for file in here)),
-            wanted=sum(file.size for file in here),
-            held=sum(min(file.size, taken(file.path)) for file in here),
-            free=free_space(here[0].path.parent),
+            folders=tuple(dict.fromkeys(file.path.parent for file in files_there)),
+            what=tuple(dict.fromkeys(file.what for file in files_there)),
+            wanted=sum(file.size for file in files_there),
+            held=sum(min(file.size, taken(file.path)) for file in files_there),
+            free=free_space(files_there[0].path.parent),
             device=device,
         )
-        for device, here in together.items()
+        for device, files_there in together.items()
     ]
 
 
@@ -166,8 +166,8 @@ def _errno_below(error: BaseException) -> int:
     for _ in range(_CAUSES):
         if below is None:
             break
-        told = _RUST.search(str(below))
-        number = getattr(below, "errno", None) or (int(told[1]) if told else 0)
+        match = _RUST.search(str(below))
+        number = getattr(below, "errno", None) or (int(match[1]) if match else 0)
         if number in REMEDIES:
             return int(number)
         below = below.__cause__ or below.__context__

@@ -90,9 +90,9 @@ class PeerLost(FuyouError):
     """Reports a rank of the run that ended or can no longer be reached. What all ranks have committed is safe."""
 
     def __init__(self, rank: int, host: str, what: str) -> None:
-        found = what.strip().splitlines()[0] if what.strip() else "no answer"
+        reason = what.strip().splitlines()[0] if what.strip() else "no answer"
         hint = f"see why rank {rank} ended, then start all ranks again: they go on from the last commit"
-        super().__init__(f"rank {rank} on {host} was lost ({found})", hint=hint)
+        super().__init__(f"rank {rank} on {host} was lost ({reason})", hint=hint)
         self.rank, self.host = rank, host
 
 

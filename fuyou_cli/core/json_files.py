@@ -39,7 +39,7 @@ def one_line(text: str) -> str:
     """Spells newlines too. A name with one could otherwise forge the next line."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -62,11 +62,11 @@ def legible(name: str, most: int = 4096) -> str:
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes an object from the pairs of `object_pairs_hook`. Raises ValueError for a duplicate key."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {shown(twice)} occurs twice")
-    return found
+    return members
 
 
 def is_deeper(value: object, depth: int = DEEPEST) -> bool:
@@ -184,10 +184,10 @@ def object_in(path: Path, text: str, *, finite: bool = True, names: bool = False
 
 def read_object(path: Path, *, limit: int, finite: bool = True, names: bool = False, hint: str | None = None) -> dict[str, Any]:
     """Reads the JSON object in a file. Raises UsageError if the file does not exist."""
-    found = find_object(path, limit=limit, finite=finite, names=names, hint=hint)
-    if found is None:
+    content = find_object(path, limit=limit, finite=finite, names=names, hint=hint)
+    if content is None:
         raise _refused(path, f"cannot be read: {os.strerror(2)}", hint)
-    return found
+    return content
 
 
 # ---- data into dataclasses -------------------------------------------------------------------------------------------
@@ -237,11 +237,11 @@ def from_json(kind: type[Kind], data: object, *, defaults: bool = False) -> Kind
     """Makes one `kind`. Keys with a default may be missing if `defaults`. Raises WrongData with every wrong key and value."""
     try:
         validator = _validator(kind, defaults)  # type: ignore[arg-type]  # mypy takes the class for an instance
-        found: Kind = validator.validate_python(data)
+        value: Kind = validator.validate_python(data)
     except ValidationError as error:
         details = error.errors(include_url=False)[:_MOST_PROBLEMS]
         raise WrongData([_problem(kind, detail) for detail in details]) from None
-    return found
+    return value
 
 
 @cache
@@ -259,10 +259,10 @@ def _narrowed(schema: Any, defaults: bool) -> Any:
         return _narrowed(schema["schema"], defaults)
     kept = ("default", "metadata")
     parts = {key: value if key in kept else _narrowed(value, defaults) for key, value in schema.items()}
-    found: Any = {**_LIMITS.get(str(schema.get("type")), {}), **parts}
+    narrowed: Any = {**_LIMITS.get(str(schema.get("type")), {}), **parts}
     if schema.get("type") in ("dataclass-args", "dict"):
-        found = no_info_before_validator_function(_not_vast, found)
-    return found
+        narrowed = no_info_before_validator_function(_not_vast, narrowed)
+    return narrowed
 
 
 def _not_vast(data: Any) -> Any:

@@ -183,10 +183,10 @@ def expanded(path: str | Path, *, key: str) -> Path:
         ) from None
 
 
-def is_same_folder(one: str | Path, other: str | Path) -> bool:
+def is_same_folder(first: str | Path, second: str | Path) -> bool:
     """Whether both are the same folder, through links or mounted in two places."""
     try:
-        return os.path.realpath(one) == os.path.realpath(other) or Path(one).samefile(other)
+        return os.path.realpath(first) == os.path.realpath(second) or Path(first).samefile(second)
     except (OSError, ValueError):
         return False
 
@@ -288,15 +288,15 @@ def scratch_in(folder: Path, *, what: str, hint: str) -> Iterator[Path]:
         for left in folder.iterdir():
             if _SCRATCH_NAME.fullmatch(left.name):
                 _remove_if_left(left)
-        made, lock = _locked_folder(folder)
+        scratch, lock = _locked_folder(folder)
     except OSError as error:
         if error.errno in FULL:
             raise
         raise UsageError(f"{what}: {folder} cannot be written: {error.strerror}", hint=hint) from error
     try:
-        yield made
+        yield scratch
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
         os.close(lock)
 
 
@@ -313,11 +313,11 @@ def _remove_if_left(folder: Path) -> None:
 
 def _locked_folder(folder: Path) -> tuple[Path, int]:
     while True:
-        made = Path(tempfile.mkdtemp(dir=folder, prefix=_SCRATCH))
+        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=_SCRATCH))
         with suppress(FileNotFoundError):  # another process may take it for left behind before it is locked
-            lock = os.open(made, _AS_FOLDER)
-            if _is_locked(lock) is not False and made.exists():
-                return made, lock
+            lock = os.open(scratch, _AS_FOLDER)
+            if _is_locked(lock) is not False and scratch.exists():
+                return scratch, lock
             os.close(lock)
 
 

@@ -62,8 +62,8 @@ def pinnable(root: Path = ROOT) -> tuple[int, str]:
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Returns how many cores' time this process's control groups allow; None if they set no limit."""
     groups = own_groups("cpu", root)
-    found = (_quota(folder, group.version) for group in groups for folder in _up(group))
-    return min((quota for quota in found if quota is not None), default=None)
+    quotas = (_quota(folder, group.version) for group in groups for folder in _up(group))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota(folder: Path, version: int) -> float | None:
@@ -78,10 +78,10 @@ def _quota(folder: Path, version: int) -> float | None:
 def process_bytes(root: Path = ROOT) -> int:
     """Returns the anonymous memory and page tables of this process: what a memory limit counts, without files. Where this
     machine's kernel does not tell, the most that was ever resident, with files."""
-    found = _kib(root / "proc/self/status", "RssAnon", "VmPTE")  # one read: a run asks fifty times a second
-    if not found and root == ROOT:
+    sizes = _kib(root / "proc/self/status", "RssAnon", "VmPTE")  # one read: a run asks fifty times a second
+    if not sizes and root == ROOT:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def hidden_by_proc() -> str:
@@ -96,13 +96,13 @@ def hidden_by_proc() -> str:
 
 def highest_bytes(root: Path = ROOT) -> int:
     """Returns the highest value of that since the last call; 0 if the kernel does not tell."""
-    found = _kib(root / "proc/self/status", "VmHWM", "RssFile", "RssShmem", "VmPTE")
+    sizes = _kib(root / "proc/self/status", "VmHWM", "RssFile", "RssShmem", "VmPTE")
     try:
         (root / "proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
     except OSError:
         return 0
-    highest = found.pop("VmHWM", 0)  # files mapped then but not now count as anonymous memory
-    return max(0, highest + found.pop("VmPTE", 0) - sum(found.values()))
+    highest = sizes.pop("VmHWM", 0)  # files mapped then but not now count as anonymous memory
+    return max(0, highest + sizes.pop("VmPTE", 0) - sum(sizes.values()))
 
 
 def is_wsl(root: Path = ROOT) -> bool:
@@ -111,8 +111,8 @@ def is_wsl(root: Path = ROOT) -> bool:
 
 def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
     """Lists every memory limit from this process's cgroup up to the top."""
-    found = (_read_group(folder, group.version) for group in own_groups("memory", root) for folder in _up(group))
-    return [limit for limit in found if limit is not None]
+    limits = (_read_group(folder, group.version) for group in own_groups("memory", root) for folder in _up(group))
+    return [limit for limit in limits if limit is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,14 +126,14 @@ class OwnGroup:
 
 def own_groups(controller: str, root: Path = ROOT) -> list[OwnGroup]:
     """Lists this process's cgroups of a controller, at most one per version."""
-    found = []
+    own = []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         hierarchy, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if hierarchy == "0" and not controllers:
-            found += _own_group(root, controller, version=2, path=path)
+            own += _own_group(root, controller, version=2, path=path)
         elif controller in controllers.split(","):
-            found += _own_group(root, controller, version=1, path=path)
-    return found
+            own += _own_group(root, controller, version=1, path=path)
+    return own
 
 
 def _own_group(root: Path, controller: str, *, version: int, path: str) -> list[OwnGroup]:
@@ -161,8 +161,8 @@ def _governs(mount: Mount, controller: str, version: int) -> bool:
 def _read_group(folder: Path, version: int) -> CgroupMemory | None:
     # memory.high kills nothing, but slows a process down until it is below again
     limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
-    found = [int(text) for text in (_text(folder / name) or "" for name in limits) if text.isdecimal()]
-    limit = min(found, default=_UNLIMITED)
+    limits_set = [int(text) for text in (_text(folder / name) or "" for name in limits) if text.isdecimal()]
+    limit = min(limits_set, default=_UNLIMITED)
     if limit >= _UNLIMITED:
         return None
     used = _text(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or ""
@@ -180,8 +180,8 @@ def _kib(path: Path, *names: str) -> dict[str, int]:
 def _numbers(path: Path, separator: str, *names: str) -> dict[str, int]:
     """Reads the first whole number of each line that begins with one of `names` and a separator."""
     lines = (line.partition(separator) for line in (_text(path) or "").splitlines())
-    found = ((key, value.split()[:1]) for key, _, value in lines if key in names)
-    return {key: int(number[0]) for key, number in found if number and number[0].isdecimal()}
+    numbers = ((key, value.split()[:1]) for key, _, value in lines if key in names)
+    return {key: int(number[0]) for key, number in numbers if number and number[0].isdecimal()}
 
 
 def _text(path: Path) -> str | None:
@@ -209,18 +209,18 @@ def mounts(root: Path = ROOT) -> list[Mount]:
         text = os.fsdecode((root / "proc/self/mountinfo").read_bytes())
     except OSError:
         return []
-    found = []
+    mounted = []
     for line in text.splitlines():
         before, separator, after = line.partition(" - ")
         left, right = before.split(" "), after.split(" ")
         if separator and len(left) >= 6 and len(right) >= 2:
             options = right[2] if len(right) > 2 else ""
-            found.append(
+            mounted.append(
                 Mount(
                     point=Path(_unescaped(left[4])), kind=right[0], source=_unescaped(right[1]), root=left[3], options=options
                 )
             )
-    return found
+    return mounted
 
 
 def _unescaped(name: str) -> str:

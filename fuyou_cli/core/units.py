@@ -49,10 +49,10 @@ def parse_rate(text: str | int | float, unit: str) -> float:
         example = "21GB/s or 3.5GiB/s" if unit == "B/s" else "162TFLOPS"
         raise ValueError(f"{text!r} is not a rate in {unit}: write {example}, or a number")
     prefix = match[2] or ""
-    found = float(match[1]) * _FACTOR[f"{prefix}B"]
-    if found > LARGEST_RATE:
+    rate = float(match[1]) * _FACTOR[f"{prefix}B"]
+    if rate > LARGEST_RATE:
         raise ValueError(f"a rate must be at most {LARGEST_RATE:.0e} {unit}")
-    return found
+    return rate
 
 
 def parse_time(text: str) -> int:

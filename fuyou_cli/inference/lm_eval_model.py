@@ -103,9 +103,9 @@ class StreamedLM(HFLM):  # type: ignore[misc]
                 for row, place in zip(chosen, batch.places, strict=True):
                     ids, scored = rows[row]
                     targets[place.row, place.end - scored : place.end] = torch.tensor(ids[-scored:])
-                found = losses.token_losses(batch, targets, last=done == len(rows))
+                batch_losses = losses.token_losses(batch, targets, last=done == len(rows))
                 opened.check()
-                each, likeliest = found.by_token(), found.likeliest_by_token()
+                each, likeliest = batch_losses.by_token(), batch_losses.likeliest_by_token()
                 for row, place in zip(chosen, batch.places, strict=True):
                     of_row = place.row, slice(place.begin, place.end)
                     answers[row] = (-float(each[of_row].sum()), bool(likeliest[of_row].all()))
@@ -117,10 +117,10 @@ class StreamedLM(HFLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         if not requests:
             return []
-        new = max(normalize_gen_kwargs(one.args[1], self.max_gen_toks)["max_gen_toks"] for one in requests)
+        new = max(normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests)
         if new >= self.max_length:
             raise UsageError(f"{new:,} tokens are to be generated, but the model has {self.max_length:,} positions")
-        lengths = [min(self.max_length - new, len(self.tok_encode(one.args[0]))) for one in requests]
+        lengths = [min(self.max_length - new, len(self.tok_encode(request.args[0]))) for request in requests]
         longest, answers = max(lengths), dict[int, str]()
         most = Extent(rows=min(len(requests), self._asked_rows or self._rows(longest, new)), prompt=longest, new=new)
         tokeniser = Tokeniser(self.tokenizer, directory=self._found.folder)
@@ -143,14 +143,14 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, truncation: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokenises prompts as `hf` does, and pads them to a length of few (`prompt_step`)."""
-        ids, there = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        ids, mask = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
         self._found.check_ids(map(int, ids.unique()), "a text to continue")
         size, step = ids.shape[1], prompt_step(self._found.anatomy.model, self._device)
         more = min(rounded_up(size, step), left_truncate_len or size) - size
         if padding_side == "left" and more > 0:
             ids = torch.nn.functional.pad(ids, (more, 0), value=self.tokenizer.pad_token_id)
-            there = torch.nn.functional.pad(there, (more, 0))
-        return ids, there
+            mask = torch.nn.functional.pad(mask, (more, 0))
+        return ids, mask
 
     def _rows(self, prompt: int, new: int) -> int:
         """Returns how many rows may be generated at once: keys and values get at most half of what is left."""

@@ -233,7 +233,7 @@ def open_for_inference(
                 return sum(reader.bytes_read for reader in readers)
         else:
             shares = found.store.shares or (found.store,)
-            states = [stack.enter_context(at_rest(one, arena_size=READ_ARENA, say=say)) for one in shares]
+            states = [stack.enter_context(at_rest(share, arena_size=READ_ARENA, say=say)) for share in shares]
             memory -= (len(states) - 1) * READ_ARENA
             weights = as_trained(found.store.folder, StoreWeights(*states, dtype=found.dtype))
             read, check = _of_store(found, found.store.manifest, weights), weights.check
@@ -275,7 +275,7 @@ def _in_place(found: FoundModel, entries: Mapping[str, TensorEntry], device: tor
     files = InPlace(tensors=lying_in(entries, begins), sources=(), alignment=alignment)
     if (anatomy := whole_in_place(found.anatomy, files, found.dtype)) is None:
         return None
-    own, lying = (Visited.of(one, TORCH_DTYPE[found.dtype]) for one in (found.anatomy, anatomy))
+    own, lying = (Visited.of(version, TORCH_DTYPE[found.dtype]) for version in (found.anatomy, anatomy))
     more = max(0, lying.total_bytes - own.total_bytes) + SLOTS * max(0, lying.largest - own.largest)
     return _InPlace(anatomy=anatomy, begins=begins, more=more) if more + HUGE_PAGE <= PIECE else None
 

@@ -79,13 +79,13 @@ class Generator:
         `show` gets the text of a single prompt as it comes, `step` is called at every position.
         """
         streamer = _Shown(self._tokeniser.tokenizer, show) if show is not None else _Counted(step)
-        found: dict[int, Continued] = {}
+        by_prompt: dict[int, Continued] = {}
         for group in alike(self._model, list(map(len, prompts)), new=new):
-            found |= zip(
+            by_prompt |= zip(
                 group, self._run([prompts[place] for place in group], new, streamer, alone=show is not None), strict=True
             )
         self.check()
-        return [found[place] for place in range(len(prompts))]
+        return [by_prompt[place] for place in range(len(prompts))]
 
     def _run(self, prompts: Sequence[Sequence[int]], new: int, streamer: BaseStreamer, *, alone: bool) -> list[Continued]:
         """`alone`: no other prompts are continued before or after."""
@@ -93,11 +93,11 @@ class Generator:
         longest = max(map(len, prompts))
         if not alone:
             longest = rounded_up(longest, prompt_step(self._model, device))
-        ids = torch.tensor([[pad] * (longest - len(one)) + list(one) for one in prompts])
-        there = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         try:
             grown = self._model.generate(
-                input_ids=ids.to(device), attention_mask=there.to(device), generation_config=self._config,
+                input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=self._config,
                 max_new_tokens=new, streamer=streamer, tokenizer=self._tokeniser.tokenizer,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
@@ -125,7 +125,7 @@ def generator(
     if step:
         needed = replace(needed, work=needed.work + generation_code(model, prompt=most.prompt, new=most.new))
     budget = Budget.now(ram, device)
-    there = left_for_weights(budget.device, needed, Visited.of(found.anatomy, TORCH_DTYPE[found.dtype]).largest)
+    weights_on_device = left_for_weights(budget.device, needed, Visited.of(found.anatomy, TORCH_DTYPE[found.dtype]).largest)
     torch.manual_seed(sampling.seed)
     with ExitStack() as stack:
         left = budget.for_weights(found, _UNMEASURED + (needed.total if budget.device is None else 0))
@@ -134,7 +134,9 @@ def generator(
         try:
             if (cut := cut_to_fit(found, left - of_ranges)).anatomy is not found.anatomy:
                 found, left = cut, left - of_ranges
-            opened = stack.enter_context(open_for_inference(found, device=device, say=say, memory=left, device_memory=there))
+            opened = stack.enter_context(
+                open_for_inference(found, device=device, say=say, memory=left, device_memory=weights_on_device)
+            )
         except PlanError as error:
             process = f"the process itself takes {gib(budget.process + _UNMEASURED)}"
             raise PlanError(f"does not fit {gib(ram)}: {error.message}; {process}", hint=_smaller(most, needed)) from None
@@ -185,12 +187,12 @@ class Prompter:
 
     def all_ids(self, prompts: Sequence[tuple[str, Prompt]]) -> list[list[int]]:
         """Returns the tokens of each prompt. Another process makes them: a chat template may never end."""
-        found = prompt_ids(prompts, self.found.folder)
-        for (place, _), ids in zip(prompts, found, strict=True):
+        ids_of = prompt_ids(prompts, self.found.folder)
+        for (place, _), ids in zip(prompts, ids_of, strict=True):
             if not ids:
                 raise UsageError(f"{place}: the prompt is empty", hint="give some text")
             self.found.check_ids(ids, place)
-        return found
+        return ids_of
 
     @contextmanager
     def opened(self, most: Extent, sampling: Sampling, device: Literal["auto", "cpu", "cuda"]) -> Iterator[Generator]:
@@ -206,8 +208,8 @@ class Prompter:
             weights = opened.weights
             size = weights.streamed_bytes
             read = f"{gb(size)} more are read for each token of a batch" if size else "that is all"
-            there = f"on the GPU: {gib(weights.device_memory)}, " if on_gpu else ""
-            self.say(f"weights {there}in RAM: {gib(weights.memory)}; {read}")
+            on_gpu_text = f"on the GPU: {gib(weights.device_memory)}, " if on_gpu else ""
+            self.say(f"weights {on_gpu_text}in RAM: {gib(weights.memory)}; {read}")
             yield opened
 
 

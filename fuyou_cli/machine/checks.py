@@ -78,9 +78,9 @@ def _package(name: str) -> Check:
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         return Check("torch", f"{version} does not import: {error}", "reinstall it", is_problem=True)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    found = f"{version}, {build}, {torch.get_num_threads()} threads"
+    shown = f"{version}, {build}, {torch.get_num_threads()} threads"
     slow = "without AVX-512 bfloat16 is slow on the CPU: precision.compute=float32 is several times faster"
-    return Check("torch", found, "" if has_fast_bfloat16() else slow)
+    return Check("torch", shown, "" if has_fast_bfloat16() else slow)
 
 
 def _gpu() -> Iterator[Check]:
@@ -96,8 +96,8 @@ def _gpu() -> Iterator[Check]:
         knows = _cuda_version(pynvml.nvmlSystemGetCudaDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found = f"{pynvml.nvmlDeviceGetName(handle)}, {_memory_of(handle)}, driver {driver} for CUDA {knows}"
-            yield _gpu_check(index, found, knows, sys.modules.get("torch"))
+            shown = f"{pynvml.nvmlDeviceGetName(handle)}, {_memory_of(handle)}, driver {driver} for CUDA {knows}"
+            yield _gpu_check(index, shown, knows, sys.modules.get("torch"))
         yield from _kernel(sys.modules.get("torch"))
     except pynvml.NVMLError as error:
         yield Check("gpu", f"cannot be queried: {error}", "check whether nvidia-smi works")
@@ -122,7 +122,7 @@ def _without_driver(reason: str, root: Path = probe.ROOT) -> Check:
     return Check("gpu", f"none ({reason}); device cpu works without one")
 
 
-def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
+def _gpu_check(index: int, shown: str, knows: str, torch: Any) -> Check:
     """Judges a GPU. `knows` is the newest CUDA that the driver runs; `torch` is the module, None if it cannot be imported."""
     built = torch.version.cuda if torch is not None else None
     if torch is not None and torch.cuda.is_available():
@@ -133,7 +133,7 @@ def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
         advice = f"torch is built for CUDA {built}, which needs a newer driver; or install a torch for CUDA {knows}"
     else:
         advice = "torch does not find it: check CUDA_VISIBLE_DEVICES, and whether nvidia-smi works"
-    return Check(f"gpu {index}", found, advice)
+    return Check(f"gpu {index}", shown, advice)
 
 
 def _kernel(torch: Any) -> Iterator[Check]:
@@ -179,11 +179,11 @@ def _memory() -> Iterator[Check]:
 
 
 def _group(group: probe.CgroupMemory) -> Check:
-    found = f"{gib(group.limit)} (v{group.version}, {group.path}), {gib(group.in_use)} in use"
+    shown = f"{gib(group.limit)} (v{group.version}, {group.path}), {gib(group.in_use)} in use"
     if group.limit < _LEAST_MEMORY:
         advice = f"a run needs at least about {gib(_LEAST_MEMORY)}: raise the group's limit, or start outside the group"
-        return Check("cgroup limit", found, advice)
-    return Check("cgroup limit", f"{found}; max_memory.cpu: auto stays below it")
+        return Check("cgroup limit", shown, advice)
+    return Check("cgroup limit", f"{shown}; max_memory.cpu: auto stays below it")
 
 
 def _pinned(root: Path = probe.ROOT) -> Check:

@@ -135,7 +135,7 @@ def _composed(text: str) -> HardwareProfile:
             problems.append(f"{_shown(word)} is neither a part nor a size" + (f" (did you mean {near[0]}?)" if near else ""))
     problems += [f"more than {MOST_DRIVES:,} {name} drives" for name, count, _ in chosen["drives"] if count > MOST_DRIVES]
     problems += [f"more than {format_size(LARGEST_SIZE)} of RAM" for size in chosen["RAM"] if size > LARGEST_SIZE]
-    problems += [f"more than one {what}" for what, found in chosen.items() if len(found) > 1]
+    problems += [f"more than one {what}" for what, parts_of in chosen.items() if len(parts_of) > 1]
     problems += [f"no {what}" for what in ("drives", "RAM") if not chosen[what]]
     if problems:
         raise UsageError(f"{_shown(text, 100)} does not describe a machine: {'; '.join(problems)}", hint=_offer())
@@ -210,8 +210,8 @@ def _size(word: str) -> int | None:
 
 
 def _shown(text: str, most: int = 40) -> str:
-    told = repr(text)
-    return told if len(told) <= most else f"{told[: most - 3]}..."
+    quoted = repr(text)
+    return quoted if len(quoted) <= most else f"{quoted[: most - 3]}..."
 
 
 def _shipped(name: str, kind: type[Shipped]) -> dict[str, Shipped]:
@@ -258,20 +258,20 @@ def _parts_in(path: Path, parts: object) -> dict[str, Any]:
 
 def _derived(profile: HardwareProfile, given: Collection[str], *, from_parts: bool) -> dict[str, Any]:
     """Computes the missing figures from the given ones, and lowers the parts' rates that would exceed a given limit."""
-    found: dict[str, Any] = {}
+    derived: dict[str, Any] = {}
     if not from_parts:
         on_gpu = profile.device == "cuda" if profile.device else profile.device_memory > 0
-        found |= {"device": "cuda" if on_gpu else "cpu", "process_bytes": _process(on_gpu)}
+        derived |= {"device": "cuda" if on_gpu else "cpu", "process_bytes": _process(on_gpu)}
     if "ram_total" in given:
-        found |= _memory(profile.ram_total)
+        derived |= _memory(profile.ram_total)
     if "drives" in given and profile.drives:
-        found["disk_free"] = sum(drive.capacity for drive in profile.drives)
+        derived["disk_free"] = sum(drive.capacity for drive in profile.drives)
     if from_parts:
         for rate, limit, _ in (*_LIMITS, ("sustained_read_mixed", "store_read_mixed", "")):  # each rate after its limit
-            if rate not in given and getattr(profile, rate) and (limit in given or limit in found):
-                most = found.get(limit, getattr(profile, limit))
-                found[rate] = min(most, found.get(rate, getattr(profile, rate)))
-    return {key: value for key, value in found.items() if key not in given}
+            if rate not in given and getattr(profile, rate) and (limit in given or limit in derived):
+                most = derived.get(limit, getattr(profile, limit))
+                derived[rate] = min(most, derived.get(rate, getattr(profile, rate)))
+    return {key: value for key, value in derived.items() if key not in given}
 
 
 def _unlike_drives(profile: HardwareProfile, given: Collection[str]) -> list[str]:
@@ -330,5 +330,5 @@ def on_described(loaded: LoadedRecipe, hardware: HardwareProfile) -> LoadedRecip
             f"offload.device: {offload.device}, but the described machine computes on {hardware.device}",
             hint="add offload.device=auto, or describe a machine without a GPU",
         )
-    there = offload.model_copy(update={"device": hardware.device})
-    return replace(loaded, recipe=loaded.recipe.model_copy(update={"offload": there}))
+    adapted = offload.model_copy(update={"device": hardware.device})
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"offload": adapted}))

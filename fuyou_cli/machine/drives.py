@@ -125,9 +125,9 @@ def drive_at(device: Path) -> Drive:
     )  # fmt: skip
 
 
-def nearly_worn(found: Iterable[Drive]) -> list[str]:
+def nearly_worn(drives: Iterable[Drive]) -> list[str]:
     """Lists the drives that report to be near the end of their life or past it, as sentences."""
-    worn = (drive for drive in found if drive.percent_used >= 100 * NEARLY_WORN)
+    worn = (drive for drive in drives if drive.percent_used >= 100 * NEARLY_WORN)
     return [f"{drive.model or 'a drive'} reports that {drive.percent_used} % of its endurance is used" for drive in worn]
 
 

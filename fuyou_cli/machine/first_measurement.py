@@ -54,10 +54,10 @@ def measure_once(loaded: LoadedRecipe, device: str, *, layers: str = "", say: Ca
         return
     say(f"measuring {what} (offload.measure=false skips it)")
     begin, reason = time.monotonic(), ""
-    made = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
+    created = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
     for way in ways:
         code, reason = _measured(way, directories)
-        _remove_empty(made)
+        _remove_empty(created)
         if not code:
             seconds, files = duration(time.monotonic() - begin), ", and all test files are removed" if whole else ""
             say(f"measured in {seconds}; the rates are kept for later plans{files}")

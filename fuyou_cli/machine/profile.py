@@ -80,8 +80,8 @@ def cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return platform.machine()
-    found = re.search(r"^model name\s*: *(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"^model name\s*: *(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def card() -> tuple[str, int]:
@@ -349,12 +349,12 @@ def _write(profile: HardwareProfile, path: Path, say: Say) -> None:
         say(f"note: cannot keep the profile in {path}: {error.strerror}")
 
 
-def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
+def _joined(before: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
     # Rates measured beside busy programs stay until the machine is quiet, also for shapes that are not measured now.
-    outdated = are_busy(before.others_cores) and not are_busy(found.others_cores)
+    outdated = are_busy(before.others_cores) and not are_busy(measured.others_cores)
     rates = () if outdated else before.stage_rates
-    joined = replace(found, stage_rates=merged_rates(rates, found.stage_rates))
-    if found.sustained_write or found.steady_bytes:
+    joined = replace(measured, stage_rates=merged_rates(rates, measured.stage_rates))
+    if measured.sustained_write or measured.steady_bytes:
         return joined
     return replace(joined, **{key: getattr(before, key) for key in (*SUSTAINED_RATES, "burst_bytes", "steady_bytes")})
 

@@ -46,13 +46,13 @@ def make_model(directory: Path, *, seed: int = 0) -> None:
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".model-") as scratch:
-        made = Path(scratch, "model")
+        folder = Path(scratch, "model")
         tokenizer = make_tokenizer()
-        tokenizer.save_pretrained(made)
+        tokenizer.save_pretrained(folder)
         model = skeleton(tokenizer.eos_token_id, tokenizer.pad_token_id)
         model.load_state_dict(_initial(model, seed), assign=True)
-        model.save_pretrained(made, max_shard_size=SHARD_SIZE)
-        made.rename(directory)
+        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        folder.rename(directory)
 
 
 def skeleton(end: int, pad: int) -> Any:

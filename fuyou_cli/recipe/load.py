@@ -188,9 +188,9 @@ def _place(finding: Diagnostic, source: RecipeText, overrides: list[Override]) -
     return TextPlace(file=source.file)
 
 
-def _same(one: Keys, other: Keys) -> bool:
+def _same(first: Keys, second: Keys) -> bool:
     """Compares paths. Overrides write list indices as keys: train.0.path."""
-    return tuple(map(str, one)) == tuple(map(str, other))
+    return tuple(map(str, first)) == tuple(map(str, second))
 
 
 # ---- places in a text, and its structure -----------------------------------------------------------------------------
@@ -427,9 +427,9 @@ def apply_override(data: dict[str, Any], override: Override) -> Diagnostic | Non
     last = override.path[-1]
     if isinstance(at, list) and (not isinstance(last, int) or last >= len(at)):
         return _no_way(override, len(override.path), at, None)
-    here: Any = last if isinstance(at, list) else str(last)
+    key: Any = last if isinstance(at, list) else str(last)
     old = _step(at, last)
-    at[here] = _merged(old, override.value) if isinstance(old, dict) and isinstance(override.value, dict) else override.value
+    at[key] = _merged(old, override.value) if isinstance(old, dict) and isinstance(override.value, dict) else override.value
     return None
 
 

@@ -213,14 +213,14 @@ class HardwareProfile:
             return self
         parts = {name: getattr(self, name) // count for name in _SHARED_SIZES}
         rates = {name: getattr(self, name) / count for name in _SHARED_RATES}
-        found = replace(self, **parts, **rates, cores=max(1, self.cores // count))
+        share = replace(self, **parts, **rates, cores=max(1, self.cores // count))
         if self.device == "cuda":
-            return found
+            return share
         stages = tuple(
             replace(rate, forward=rate.forward / count, backward=rate.backward / count, given=rate.given / count)
             for rate in self.stage_rates
         )
-        return replace(found, stage_rates=stages, matmul_flops=self.matmul_flops / count)
+        return replace(share, stage_rates=stages, matmul_flops=self.matmul_flops / count)
 
     @property
     def slows_down(self) -> bool:
@@ -267,7 +267,7 @@ def with_measured_graphs(model: ModelSpec, hardware: HardwareProfile, tokens: in
     return replace(model, stages=tuple(map(of, model.stages)))
 
 
-def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
+def merged_rates(kept: tuple[StageRate, ...], measured: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
     """Joins both in a fixed order. If a shape was measured twice, `found` counts. A recipe's own stages count instead of all
     that was kept of stages with as many parameters and as many trained, unless those were timed for the same layers at rows of
     another length."""
@@ -275,7 +275,7 @@ def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> t
     def layers(rate: StageRate) -> str:  # without the length of rows
         return rate.layers.partition("/")[0]
 
-    own = {(rate.shape[:4], rate.trained): layers(rate) for rate in found if rate.layers}
+    own = {(rate.shape[:4], rate.trained): layers(rate) for rate in measured if rate.layers}
     stages = {shape for shape, _ in own}
 
     def stays(rate: StageRate) -> bool:
@@ -284,9 +284,9 @@ def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> t
         return own.get((rate.shape[:4], rate.trained), layers(rate)) == layers(rate)
 
     others = [rate for rate in kept if stays(rate)]
-    by_shape = {rate.shape: rate for rate in (*others, *found)}
+    by_shape = {rate.shape: rate for rate in (*others, *measured)}
     return tuple(by_shape[shape] for shape in sorted(by_shape))
 
 
-def _ratio(one: float, other: float) -> float:
-    return abs(log(max(one, 1) / max(other, 1)))
+def _ratio(first: float, second: float) -> float:
+    return abs(log(max(first, 1) / max(second, 1)))

@@ -410,7 +410,7 @@ class ModelSpec:
     @property
     def quantisation(self) -> Quantised | None:
         """Returns how frozen weights of its blocks rest quantised; None where they do not."""
-        return next((found for stage in self.stages if (found := stage.quantisation)), None)
+        return next((quantised for stage in self.stages if (quantised := stage.quantisation)), None)
 
     @property
     def quantised_parameters(self) -> int:
@@ -448,8 +448,8 @@ class ModelSpec:
     @property
     def layout(self) -> StateLayout:
         """Returns the layout of the states of every trained bank."""
-        found = (bank.layout for stage in self.stages for bank in stage.banks if bank.layout is not None)
-        return next(found, StateLayout(weights=self.compute_dtype))
+        layouts = (bank.layout for stage in self.stages for bank in stage.banks if bank.layout is not None)
+        return next(layouts, StateLayout(weights=self.compute_dtype))
 
     def with_layout(self, layout: StateLayout) -> ModelSpec:
         """Returns the model with states of this layout beside every trained bank."""

@@ -76,14 +76,14 @@ def part_sizes(quantised: Quantised, shape: tuple[int, ...]) -> tuple[int, int, 
 
 def packed_bank(quantised: Quantised, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[str, PackedTensor], int]:
     """Places tensors, given by name and shape in their order. Returns where each is, and the bytes of the bank."""
-    found, end = dict[str, PackedTensor](), 0
+    packed, end = dict[str, PackedTensor](), 0
     for name, shape in tensors:
         parts = list[tuple[int, int]]()
         for size in part_sizes(quantised, shape):
             parts.append((end, size))
             end = align_up(end + size, _PART_ALIGN)
-        found[name] = PackedTensor(shape, *parts)
-    return found, align_up(end, _BANK_ALIGN)
+        packed[name] = PackedTensor(shape, *parts)
+    return packed, align_up(end, _BANK_ALIGN)
 
 
 # ---- what a model's config.json says of it ------------------------------------------------------------------------------
@@ -111,42 +111,42 @@ def stored_quantisation(file: Path, config: Mapping[str, Any]) -> StoredQuantisa
     """Reads the content of `file`, a config.json. None: its weights are not quantised. Raises UsageError for a format that
     fuyou does not read."""
     text = config.get("text_config")
-    found = config.get(CONFIG_KEY) or (text.get(CONFIG_KEY) if isinstance(text, Mapping) else None)
-    if not found:
+    section = config.get(CONFIG_KEY) or (text.get(CONFIG_KEY) if isinstance(text, Mapping) else None)
+    if not section:
         return None
-    said = found if isinstance(found, Mapping) else {}
-    four, eight = said.get("load_in_4bit") is True, said.get("load_in_8bit") is True
-    method = said.get("quant_method") or ("bitsandbytes" if four or eight else None)
+    settings = section if isinstance(section, Mapping) else {}
+    four, eight = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
+    method = settings.get("quant_method") or ("bitsandbytes" if four or eight else None)
     if method == "mxfp4":
         return StoredQuantisation("mxfp4", ())
     if method == "fp8":
-        return _of_fp8(file, said)
+        return _of_fp8(file, settings)
     if method != "bitsandbytes":
         named = shown(method)[1:-1] if isinstance(method, str) else "an unnamed method"
         raise _refusal(file, f"the checkpoint says that it is quantized with {named}")
     if four == eight:
         raise _refusal(file, f"{CONFIG_KEY} says neither load_in_4bit nor load_in_8bit, or both")
-    names = _names(file, said, "llm_int8_skip_modules")
+    names = _names(file, settings, "llm_int8_skip_modules")
     if eight:
         return StoredQuantisation("int8", names)
-    if (levels := said.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+    if (levels := settings.get("bnb_4bit_quant_type", "fp4")) != "nf4":
         raise _refusal(file, f"the checkpoint is quantized by bitsandbytes with {shown(str(levels))[1:-1]}, not nf4")
-    return StoredQuantisation("nf4_double" if said.get("bnb_4bit_use_double_quant") is True else "nf4", names)
+    return StoredQuantisation("nf4_double" if settings.get("bnb_4bit_use_double_quant") is True else "nf4", names)
 
 
-def _of_fp8(file: Path, said: Mapping[str, Any]) -> StoredQuantisation:
-    block, form = said.get("weight_block_size"), said.get("fmt", "e4m3")
+def _of_fp8(file: Path, settings: Mapping[str, Any]) -> StoredQuantisation:
+    block, form = settings.get("weight_block_size"), settings.get("fmt", "e4m3")
     if block != [FP8_BLOCK, FP8_BLOCK]:
         raise _refusal(
             file, f"the checkpoint is quantized in fp8 with weight_block_size {shown(str(block))[1:-1]}, not [128, 128]"
         )
     if form != "e4m3":
         raise _refusal(file, f"the checkpoint is quantized in fp8 as {shown(str(form))[1:-1]}, not e4m3")
-    return StoredQuantisation("fp8", _names(file, said, "modules_to_not_convert"))
+    return StoredQuantisation("fp8", _names(file, settings, "modules_to_not_convert"))
 
 
-def _names(file: Path, said: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    skipped = said.get(key) or []
+def _names(file: Path, settings: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    skipped = settings.get(key) or []
     if not isinstance(skipped, list) or len(skipped) > _MOST_SKIPPED or not all(isinstance(name, str) for name in skipped):
         raise _refusal(file, f"{CONFIG_KEY}.{key} is not a list of names")
     return tuple(skipped)

@@ -178,8 +178,8 @@ class StagePlan:
         if tensor == "weights" and self.trained_ram is not None:
             return self.trained_ram
         if tensor not in ("weights", "frozen") or self.weights_ram is None:
-            found: Span | None = None if tensor in ("weights", "frozen") else getattr(self, f"{tensor}_ram")
-            return found
+            span: Span | None = None if tensor in ("weights", "frozen") else getattr(self, f"{tensor}_ram")
+            return span
         trained = Span(offset=self.weights_ram.offset, size=self.weights_at.size)
         frozen = Span(offset=trained.offset + trained.size, size=self.weights_ram.size - trained.size)
         span = trained if tensor == "weights" else frozen
@@ -193,8 +193,8 @@ class StagePlan:
     def fetched(self, turn: int) -> list[tuple[int, Span]]:
         """Returns the extents that are read into a slot at a turn, each with its place in the slot."""
         trained = self.extent("weights", turn)
-        found = [] if trained is None or self.trained_ram is not None else [(0, trained)]
-        return [*found, *((self.weights_at.size + place, span) for place, span in self.frozen)]
+        first_fetch = [] if trained is None or self.trained_ram is not None else [(0, trained)]
+        return [*first_fetch, *((self.weights_at.size + place, span) for place, span in self.frozen)]
 
     @property
     def frozen(self) -> list[tuple[int, Span]]:

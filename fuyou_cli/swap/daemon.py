@@ -73,8 +73,8 @@ class Written:
     def compare(self, span: Span, total: int, wanted: int, what: str) -> None:
         """Raises as `check` does if the checksum of a span is not the one that the caller wants."""
         if total != wanted:
-            found = f"reading {what}: {self._store.not_as_before(span, total=total, wanted=wanted)}"
-            raise ModelFileError(found) if span.offset >= SOURCES_AT else SwapError(found, hint=_HINT)
+            message = f"reading {what}: {self._store.not_as_before(span, total=total, wanted=wanted)}"
+            raise ModelFileError(message) if span.offset >= SOURCES_AT else SwapError(message, hint=_HINT)
 
     def begin(self, ticket: int, request: Move | Update) -> None:
         self._under_way[ticket] = request

@@ -221,8 +221,8 @@ def nf4_levels() -> Any:
     """Returns the 16 rising float32 levels of nf4 (Dettmers et al. 2023, arXiv 2305.14314)."""
     import numpy as np
 
-    codes, one, levels = bytes(code << 4 for code in range(16)), np.ones(1, np.float32), np.empty(32, np.float32)
-    nf4_decode(codes, one.data, levels.data, "float32")
+    codes, maximum, levels = bytes(code << 4 for code in range(16)), np.ones(1, np.float32), np.empty(32, np.float32)
+    nf4_decode(codes, maximum.data, levels.data, "float32")
     return levels[::2].copy()
 
 
@@ -288,13 +288,13 @@ def dynamic_levels() -> Any:
     with twice the levels of the one below, zero and one."""
     import numpy as np
 
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for decade in range(_DECADES):
         edges = _line(2**decade + 1)
         middles = (edges[:-1] + edges[1:]) / np.float32(2)
         scaled = np.float32(10.0 ** (decade - _DECADES + 1)) * middles
-        found += [*scaled.tolist(), *(-scaled).tolist()]
-    return np.array(sorted(found), np.float32)
+        levels += [*scaled.tolist(), *(-scaled).tolist()]
+    return np.array(sorted(levels), np.float32)
 
 
 def _line(count: int) -> Any:

@@ -110,15 +110,15 @@ class Store(Handle):
         """Returns the error text for a span that has another checksum than it had when it was written, or first read."""
         if span.offset < SOURCES_AT:
             return not_as_written(self.paths, self.stripe, span, total=total, wanted=wanted)
-        begin, found, file = SOURCES_AT, "", ""
+        begin, place, file = SOURCES_AT, "", ""
         for source in self.sources:
             if span.offset >= begin:
                 first = span.offset - begin
-                found, file = f"bytes {first} to {first + span.size} of {source.path}", source.path
+                place, file = f"bytes {first} to {first + span.size} of {source.path}", source.path
             begin += align_up(source.size, PAGE)
         sums = f"(checksum {total:016x}, expected {wanted:016x})"
         why = f"the model's file {file} has other content than before, or its drive fails"
-        return f"{found} are not what was read there before {sums}: {why}"
+        return f"{place} are not what was read there before {sums}: {why}"
 
     def _check(self, code: int, why: Any) -> None:
         if code:

@@ -574,8 +574,8 @@ def waiting_for(stalls: dict[str, float], step: float) -> str:
     if not causes:
         return "compute never waits"
     named = [f"{brief(seconds)} for {cause}" for seconds, cause in causes[:_CAUSES]]
-    if rest := causes[_CAUSES:]:
-        named.append(f"{brief(sum(seconds for seconds, _ in rest))} for {some(len(rest), 'other thing')}")
+    if others := causes[_CAUSES:]:
+        named.append(f"{brief(sum(seconds for seconds, _ in others))} for {some(len(others), 'other thing')}")
     total = sum(stalls.values())
     return f"compute waits {brief(total)}, {percent(total, step)} of the step: {', '.join(named)}"
 
@@ -585,15 +585,15 @@ def _drives(facts: RunFacts) -> list[tuple[str, str]]:
     region = facts.region
     if region is None:
         return []
-    both = f"a step takes {brief(region.first)} at first, then {brief(region.later)}"
+    two_speeds = f"a step takes {brief(region.first)} at first, then {brief(region.later)}"
     if not region.size:
-        return [("drives", f"{both}; the point where they slow down is not known")]
+        return [("drives", f"{two_speeds}; the point where they slow down is not known")]
     steps = f"{region.steps:,.0f}" if region.steps >= 10 else f"{region.steps:,.2g}"
     lasts = f"the first {gb(region.size)} of writes ({steps} steps, {brief(region.steps * region.first)}) are fast"
     if facts.plan.sustained:
         unknown = "" if facts.left else "; the run's length is not known, so a long run is planned"
-        return [("drives", f"{both}: {lasts}{unknown}")]
-    return [("drives", f"{lasts}; {'the run stays within them' if facts.left else both}")]
+        return [("drives", f"{two_speeds}: {lasts}{unknown}")]
+    return [("drives", f"{lasts}; {'the run stays within them' if facts.left else two_speeds}")]
 
 
 def evaluating(facts: RunFacts) -> list[tuple[str, str]]:
@@ -670,13 +670,13 @@ def _commits(facts: RunFacts) -> str:
 
 def _sooner(facts: RunFacts) -> str:
     """Says what to set so that a crash loses little, and the share of the time that commits then take."""
-    plan, again = facts.plan, facts.sooner
-    costs = None if again is None else commit_costs(again)
-    if again is None or costs is None:
+    plan, replanned = facts.plan, facts.sooner
+    costs = None if replanned is None else commit_costs(replanned)
+    if replanned is None or costs is None:
         return ""
-    loses = "the running step" if again.commit_every == 1 else duration(costs.lost)
-    takes = max(0.0, 1 - plan.plain_seconds / again.predicted.step_seconds)
-    return f"; with checkpoint.commit_every_steps={again.commit_every} at most {loses}, for {takes:.1%} of the time"
+    loses = "the running step" if replanned.commit_every == 1 else duration(costs.lost)
+    takes = max(0.0, 1 - plan.plain_seconds / replanned.predicted.step_seconds)
+    return f"; with checkpoint.commit_every_steps={replanned.commit_every} at most {loses}, for {takes:.1%} of the time"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:
@@ -745,7 +745,7 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         alters = list(altered(outcome, plan))
         return {"overrides": list(outcome.overrides), "alters": alters, "figures": _figures_json(outcome.plan)}
 
-    changes = [changed(one) for one in facts.changes or ()]
+    changes = [changed(outcome) for outcome in facts.changes or ()]
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
@@ -779,7 +779,7 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "spared": None if facts.spared is None else asdict(facts.spared),
         "compared": None,  # kept for readers of earlier versions: there is no comparison any more
         "changes": None if facts.changes is None else changes,
-        "faster": None if facts.faster is None else [changed(one) for one in facts.faster],
+        "faster": None if facts.faster is None else [changed(outcome) for outcome in facts.faster],
         "faster_command": facts.faster_command or None,
         "tried": None if facts.changes is None else facts.tried,
         "plan": asdict(plan),

@@ -143,8 +143,8 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         head, tail = f"step {self._done}/{self._total}  ", f" {100 * share:4.0f}%  {self._eta(elapsed)}"
         drawn = max(width - len(head) - len(tail), 0)
         full = bar(share, drawn, shapes)
-        rest = (shapes.rule if shapes.utf8 else shapes.none) * (drawn - len(full))
-        return Text.assemble((head, "bold"), (full, "cyan"), (rest, "dim"), tail)
+        empty = (shapes.rule if shapes.utf8 else shapes.none) * (drawn - len(full))
+        return Text.assemble((head, "bold"), (full, "cyan"), (empty, "dim"), tail)
 
     def _eta(self, elapsed: float = 0.0, *, short: bool = False) -> str:
         left = self._total - self._done

@@ -45,7 +45,7 @@ def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bo
     pair = QUICK_PAIR if quick else FULL_PAIR
     end = time.perf_counter() + (QUICK_SECONDS if quick else FULL_SECONDS)
     wanted: list[tuple[RatedKind, int]] = [("block", widths[0]), ("head", widths[0]), *(("block", w) for w in widths[1:])]
-    found, left = Findings(), 0
+    findings, left = Findings(), 0
     for kind, width in wanted:
         for dtype in DTYPES:
             if (kind, width) != wanted[0] and time.perf_counter() > end:
@@ -53,11 +53,11 @@ def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bo
                 continue
             tokens = affordable_tokens(LAYER_FLOPS * width**2, matmul[dtype].value / 2, pair, most)
             stage = small_stage(kind, width, dtype, tokens, device)
-            found += timed([TimedStage(stage=stage, alone=stage.make(tokens), tokens=tokens)], device, seconds=pair)
+            findings += timed([TimedStage(stage=stage, alone=stage.make(tokens), tokens=tokens)], device, seconds=pair)
     if not left:
-        return found
+        return findings
     note = f"{left} of {2 * len(wanted)} layers and heads left out: they take too long here (fuyou bench --full)"
-    return found + Findings(notes=(note,))
+    return findings + Findings(notes=(note,))
 
 
 def affordable_tokens(flops_per_token: float, rate: float, seconds: float, most: int = MOST_TOKENS) -> int:
@@ -229,10 +229,10 @@ class TimedStage:
         """Returns what was found, by the field of a StageRate, with the shape it was found at. Times launches on the device."""
         from fuyou_cli.engine.alone import BlockAlone
 
-        alone, stage, found = self.alone, self.stage, {field: rate.value for field, rate in rates.items()}
+        alone, stage, by_field = self.alone, self.stage, {field: rate.value for field, rate in rates.items()}
         rate = StageRate(
             kind=self.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
-            forward=found["forward"], backward=found["backward"], given=found.get("given", 0.0),
+            forward=by_field["forward"], backward=by_field["backward"], given=by_field.get("given", 0.0),
             graph=alone.graph_bytes() if isinstance(alone, BlockAlone) else 0,
             expert_rows=alone.expert_rows if isinstance(alone, BlockAlone) else 0.0,
             forward_launch=launch_seconds(alone.forward, device), backward_launch=launch_seconds(alone.backward, device),
@@ -253,14 +253,14 @@ def timed(samples: Sequence[TimedStage], device: torch.device, *, seconds: float
     trim(apart=True)  # as in a run, logits are mapped anew each time, and not taken from a hole that a model's making left
     by_sample = [sample.actions(one_of_several=len(samples) > 1) for sample in samples]
     turns = in_turns([action for actions in by_sample for action in actions.values()], device, seconds)
-    found, place = Findings(), 0
+    findings, place = Findings(), 0
     for sample, actions in zip(samples, by_sample, strict=True):
         own = [replace(turn, seconds=turn.seconds[place : place + len(actions)]) for turn in counted(turns)]
         note = f"{count(sample.stage.params)} parameters, {sample.alone.tokens} tokens{left_out(turns)}"
         rates = rates_of(list(actions.values()), own, "FLOP/s", note)
-        found += Findings(stage_rates=(sample.rated(dict(zip(actions, rates, strict=True)), device),), rates=tuple(rates))
+        findings += Findings(stage_rates=(sample.rated(dict(zip(actions, rates, strict=True)), device),), rates=tuple(rates))
         place += len(actions)
-    return found
+    return findings
 
 
 # ---- a recipe's own stages -------------------------------------------------------------------------------------------
@@ -292,26 +292,26 @@ def measure_recipe(
 
     threads = torch.get_num_threads()
     torch.set_num_threads(sizes[0].torch_threads)
-    seconds, free, rest = QUICK_RECIPE_PAIR if quick else FULL_RECIPE_PAIR, int(free * USABLE), int(free * (1 - USABLE))
-    found = Findings()
+    seconds, free, spare = QUICK_RECIPE_PAIR if quick else FULL_RECIPE_PAIR, int(free * USABLE), int(free * (1 - USABLE))
+    findings = Findings()
     try:
-        block = partial(block_stage, compiled=compiled, room=rest)
+        block = partial(block_stage, compiled=compiled, room=spare)
         for name, stage, of in (("decoder block", block, sizes[:1] if compiled else sizes), ("head", head_stage, sizes)):
             progress(f"the recipe's {name}")
             trim()  # what the measurements before this have freed is part of `free`
             stages = _unlike([stage(anatomy, numerics, device) for numerics in of])
-            found += _measured(stages, device, seconds=seconds, free=free, layers=layers)
+            findings += _measured(stages, device, seconds=seconds, free=free, layers=layers)
     finally:
         torch.set_num_threads(threads)
-    return found
+    return findings
 
 
 def _unlike(stages: Sequence[RunStage]) -> list[RunStage]:
     """Leaves out heads that compute the same piece as one before."""
-    found = dict[tuple[int, int], RunStage]()
+    by_shape = dict[tuple[int, int], RunStage]()
     for stage in stages:
-        found.setdefault((stage.tokens, stage.numerics.max_seq_len * (stage.kind == "block")), stage)
-    return list(found.values())
+        by_shape.setdefault((stage.tokens, stage.numerics.max_seq_len * (stage.kind == "block")), stage)
+    return list(by_shape.values())
 
 
 def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: float, free: int, layers: str) -> Findings:
@@ -321,7 +321,7 @@ def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: floa
         needs = f"{gib(first.weights)} of weights and gradients, {gib(free)} are free"
         return Findings(notes=(f"the recipe's {first.kind} is not measured: it needs {needs}",))
     free -= first.weights
-    alone, taken = _grown(first, device, seconds=seconds, left=free)
+    alone, pair_seconds = _grown(first, device, seconds=seconds, left=free)
     notes: tuple[str, ...] = ()
     tokens = first.numerics.micro_batch_size * first.numerics.max_seq_len  # of a micro-batch, whose chunks are alike
     if alone.tokens < first.tokens:
@@ -330,8 +330,8 @@ def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: floa
             ", so it is not compiled" if first.compiles else ""
         )
         notes = (f"the recipe's {first.kind} is measured on {tokens} tokens: {why}",)
-    samples, pace = [TimedStage(stage=first, alone=alone, tokens=tokens, layers=layers)], taken / alone.tokens
-    seconds, free = seconds - taken, free - first.peak
+    samples, pace = [TimedStage(stage=first, alone=alone, tokens=tokens, layers=layers)], pair_seconds / alone.tokens
+    seconds, free = seconds - pair_seconds, free - first.peak
     for stage in stages[1:] if not notes else ():
         if stage.tokens * pace > seconds or stage.peak > free:
             continue
@@ -350,11 +350,11 @@ def _grown(stage: RunStage, device: torch.device, *, seconds: float, left: int) 
         alone = stage.make(tokens)
         alone.forward()
         alone.backward()
-        taken = seconds_of(alone.forward, device) + seconds_of(alone.backward, device)
+        pair_seconds = seconds_of(alone.forward, device) + seconds_of(alone.backward, device)
         more = min(stage.tokens, 8 * tokens)
-        while more > tokens and (taken * more / tokens > seconds or stage.peak * more / stage.tokens > left):
+        while more > tokens and (pair_seconds * more / tokens > seconds or stage.peak * more / stage.tokens > left):
             more //= 2
         if more <= tokens:
-            return alone, taken
+            return alone, pair_seconds
         tokens = more
         del alone  # its weights, before those of the next

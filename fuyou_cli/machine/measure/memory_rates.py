@@ -49,9 +49,9 @@ def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Findings:
     rates: dict[int, Rate] = {}
     with shares_of(counts[-1]) as shares, ThreadPoolExecutor(counts[-1]) as pool:
         for count in counts:
-            taken = _passes(pool, shares[:count], repeats)
+            seconds = _passes(pool, shares[:count], repeats)
             amount = float(ADAMW_PASSES) * count * ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER
-            rates[count] = rate_of(f"AdamW, {count} thread{'s' * (count > 1)}", "B/s", each(amount, taken))
+            rates[count] = rate_of(f"AdamW, {count} thread{'s' * (count > 1)}", "B/s", each(amount, seconds))
     figures = {"adamw": tuple((count, rate.value) for count, rate in rates.items())}
     return Findings(figures=figures, rates=tuple(rates.values()))
 
@@ -105,16 +105,16 @@ def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, 
     return Findings(figures=figures, rates=rates)
 
 
-def _kept(beside: list[float], alone: list[float]) -> float:
-    return min(1.0, statistics.harmonic_mean(beside) / statistics.harmonic_mean(alone))
+def _kept(shared: list[float], alone: list[float]) -> float:
+    return min(1.0, statistics.harmonic_mean(shared) / statistics.harmonic_mean(alone))
 
 
 def _until(over: threading.Event, action: Callable[[], object]) -> list[float]:
     """Times each turn until `over`; at least one."""
-    taken = [seconds_of(action)]
+    seconds = [seconds_of(action)]
     while not over.is_set():
-        taken.append(seconds_of(action))
-    return taken
+        seconds.append(seconds_of(action))
+    return seconds
 
 
 def _share(view: Callable[[int, int], memoryview], number: int) -> Share:
@@ -157,15 +157,15 @@ def measure_memory(*, repeats: int) -> Findings:
 
     from fuyou_cli.engine.context import whole_batch
 
-    source, there = torch.ones(HOST_COPIED, dtype=torch.uint8), torch.ones(HOST_COPIED, dtype=torch.uint8)
+    source, target_bytes = torch.ones(HOST_COPIED, dtype=torch.uint8), torch.ones(HOST_COPIED, dtype=torch.uint8)
     note = f"{HOST_COPIED >> 20} MiB, {torch.get_num_threads()} threads"
 
     def rate(name: str, target: Callable[[], torch.Tensor]) -> Rate:
-        taken = [seconds_of(partial(target().copy_, source)) for _ in range(1 + repeats)][1:]
-        return rate_of(name, "B/s", each(2.0 * HOST_COPIED, taken), note)
+        seconds = [seconds_of(partial(target().copy_, source)) for _ in range(1 + repeats)][1:]
+        return rate_of(name, "B/s", each(2.0 * HOST_COPIED, seconds), note)
 
     new = rate("copy to new pages", lambda: whole_batch((HOST_COPIED,), torch.uint8))
-    return findings(host_copy=rate("copy", lambda: there), host_fresh=new)
+    return findings(host_copy=rate("copy", lambda: target_bytes), host_fresh=new)
 
 
 def measure_sums(device: torch.device, *, repeats: int, count: int = SUMMED) -> Findings:
@@ -177,8 +177,8 @@ def measure_sums(device: torch.device, *, repeats: int, count: int = SUMMED) -> 
     total = torch.zeros(count, dtype=torch.float32, device=device)
     add = partial(total.add_, gradients)
     moved = float(gradients.nbytes + 2 * total.nbytes)
-    taken = [mean_seconds(add, SUM_SECONDS, device) for _ in range(1 + repeats)][1:]
-    return findings(device_memory_rate=rate_of("GPU memory", "B/s", each(moved, taken), "sums of gradients"))
+    seconds = [mean_seconds(add, SUM_SECONDS, device) for _ in range(1 + repeats)][1:]
+    return findings(device_memory_rate=rate_of("GPU memory", "B/s", each(moved, seconds), "sums of gradients"))
 
 
 def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Findings:
@@ -188,27 +188,27 @@ def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Findi
     hosts = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     for host in hosts:  # pinned like a run's arena; memory that torch pins itself would stay pinned after measuring
         device.pin(host)
-    there = [device.empty(size) for _ in range(2)]
+    on_device = [device.empty(size) for _ in range(2)]
     piece = size // PIECES
 
     def part(tensor: torch.Tensor, number: int) -> torch.Tensor:
         return tensor[number * piece : (number + 1) * piece]
 
     def up(number: int) -> Event:
-        return device.upload(part(hosts[0], number), part(there[0], number))
+        return device.upload(part(hosts[0], number), part(on_device[0], number))
 
     def down(number: int) -> Event:
-        return device.download(part(there[1], number), part(hosts[1], number))
+        return device.download(part(on_device[1], number), part(hosts[1], number))
 
     _seconds(up, down)  # a first time, not counted
     alone = [each(float(size), [_seconds(way)[0] for _ in range(repeats)]) for way in (up, down)]
     middle = statistics.median(alone[0]), statistics.median(alone[1])
-    both = [at_once(size, _seconds(up, down), middle) for _ in range(repeats)]
+    mixed = [at_once(size, _seconds(up, down), middle) for _ in range(repeats)]
     return findings(
         h2d=rate_of("host to GPU", "B/s", alone[0], "pinned"),
         d2h=rate_of("GPU to host", "B/s", alone[1], "pinned"),
-        h2d_mixed=rate_of("host to GPU while copying back", "B/s", [rates[0] for rates in both], "pinned"),
-        d2h_mixed=rate_of("GPU to host while copying there", "B/s", [rates[1] for rates in both], "pinned"),
+        h2d_mixed=rate_of("host to GPU while copying back", "B/s", [rates[0] for rates in mixed], "pinned"),
+        d2h_mixed=rate_of("GPU to host while copying there", "B/s", [rates[1] for rates in mixed], "pinned"),
     )
 
 
@@ -251,8 +251,8 @@ def measure_dram(*directories: Path, threads: int, best: float, device: Device |
         movers: dict[str, Sequence[Mover]] = {"AdamW": adamw, "reads": [_reads(daemon, half) for half in range(2)]}
         if device is not None:
             movers |= stack.enter_context(_copies(device))
-        found = together(movers, best=best, seconds=seconds, turns=turns)
-    return found + Findings(written_bytes=LEAST_SPAN)
+        findings = together(movers, best=best, seconds=seconds, turns=turns)
+    return findings + Findings(written_bytes=LEAST_SPAN)
 
 
 def together(movers: Movers, *, best: float, seconds: float, turns: int) -> Findings:
@@ -329,14 +329,14 @@ def _copies(device: Device) -> Iterator[dict[str, Sequence[Mover]]]:
     hosts = [torch.zeros(COPIED_AT_ONCE, dtype=torch.uint8) for _ in range(2)]
     for host in hosts:
         device.pin(host)
-    there = [device.empty(COPIED_AT_ONCE) for _ in range(2)]
+    on_device = [device.empty(COPIED_AT_ONCE) for _ in range(2)]
 
     def up() -> int:
-        device.upload(hosts[0], there[0]).synchronize()
+        device.upload(hosts[0], on_device[0]).synchronize()
         return COPIED_AT_ONCE
 
     def down() -> int:
-        device.download(there[1], hosts[1]).synchronize()
+        device.download(on_device[1], hosts[1]).synchronize()
         return COPIED_AT_ONCE
 
     yield {"copies both ways": [up, down]}

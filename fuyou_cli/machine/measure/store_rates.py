@@ -102,7 +102,7 @@ class Course:
         """Computes the same for a few parts of the time."""
         marks = [self._from(_SAVED_UP + (1 - _SAVED_UP) * number / _WINDOWS) for number in range(_WINDOWS)]
         ends = [*marks[1:], self.looks[-1]]
-        return [other.since(one) for one, other in zip(marks, ends, strict=True) if one is not other]
+        return [last.since(first) for first, last in zip(marks, ends, strict=True) if first is not last]
 
     def _from(self, share: float) -> Look:
         """Finds the last look before this share of the time."""
@@ -215,17 +215,17 @@ def measure_store(*directories: Path, quick: bool, free: int, step: Step | None 
 
 def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -> float:
     """Measures the seconds of compute lost per byte read at the same time: threads wait for one that is interrupted."""
-    alone = beside = moved = beside_seconds = 0.0
+    alone = shared = moved = shared_seconds = 0.0
     step()
     for _ in range(_TURNS):
         alone += _pace(step, seconds)
         with _reading(daemon, span):
             before, begin = _moved(daemon), time.perf_counter()
-            beside += _pace(step, seconds)
+            shared += _pace(step, seconds)
             moved += _moved(daemon) - before
-            beside_seconds += time.perf_counter() - begin
-    rate = moved / beside_seconds
-    return max(0.0, 1 - beside / alone) / rate if rate and alone else 0.0
+            shared_seconds += time.perf_counter() - begin
+    rate = moved / shared_seconds
+    return max(0.0, 1 - shared / alone) / rate if rate and alone else 0.0
 
 
 def _pace(step: Step, seconds: float) -> float:

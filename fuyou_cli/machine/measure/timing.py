@@ -140,11 +140,11 @@ def each(amount: float, seconds: list[float]) -> list[float]:
 
 def repeated(action: Callable[[], object], seconds: float, device: torch.device | None = None) -> list[float]:
     """Times repeats until about `seconds` have passed; at least one."""
-    taken: list[float] = []
+    durations: list[float] = []
     end = time.perf_counter() + seconds
-    while not taken or time.perf_counter() < end:
-        taken.append(seconds_of(action, device))
-    return taken
+    while not durations or time.perf_counter() < end:
+        durations.append(seconds_of(action, device))
+    return durations
 
 
 def seconds_of(action: Callable[[], object], device: torch.device | None = None) -> float:
@@ -163,11 +163,11 @@ def launch_seconds(action: Callable[[], object], device: torch.device) -> float:
     processor, which computes it meanwhile."""
     if device.type != "cuda":
         return 0.0
-    taken = []
+    durations = []
     for _ in range(1 + LAUNCHES):
-        taken.append(seconds_of(action))
+        durations.append(seconds_of(action))
         seconds_of(lambda: None, device)  # until the device has finished
-    return min(taken[1:])
+    return min(durations[1:])
 
 
 def mean_seconds(action: Callable[[], object], seconds: float, device: torch.device) -> float:
@@ -184,9 +184,9 @@ def mean_seconds(action: Callable[[], object], seconds: float, device: torch.dev
     return seconds_of(together, device) / repeats
 
 
-def repeats_in(seconds: float, one: float) -> int:
+def repeats_in(seconds: float, each_seconds: float) -> int:
     """Returns how many repeats of `one` seconds each take about `seconds`; at least one."""
-    return max(1, round(seconds / max(one, 1e-6)))
+    return max(1, round(seconds / max(each_seconds, 1e-6)))
 
 
 # ---- turns -----------------------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def in_turns(actions: Sequence[Action], device: torch.device, seconds: float) ->
     begin, quiet, passed = time.perf_counter(), 0.0, 0.0
     while (quiet < seconds and passed < PATIENCE * seconds) or (len(turns) < 2 and passed < 2 * seconds):
         turns.append(_turn(actions, times, device))
-        taken = time.perf_counter() - begin - passed
-        passed += taken
-        quiet += taken * turns[-1].is_quiet
+        turn_seconds = time.perf_counter() - begin - passed
+        passed += turn_seconds
+        quiet += turn_seconds * turns[-1].is_quiet
     return turns
 
 
@@ -259,11 +259,11 @@ def counted(turns: Sequence[Turn]) -> list[Turn]:
 
 def rates_of(actions: Sequence[Action], turns: Sequence[Turn], unit: Unit, note: str) -> list[Rate]:
     """Computes the rate of each action: the median of these turns (of the fastest, if some are disturbed), and their range."""
-    found = [
+    rates = [
         rate_of(action.name, unit, [action.amount / turn.seconds[place] for turn in turns], note)
         for place, action in enumerate(actions)
     ]
-    return found if all(turn.is_quiet for turn in turns) else [replace(rate, value=rate.high) for rate in found]
+    return rates if all(turn.is_quiet for turn in turns) else [replace(rate, value=rate.high) for rate in rates]
 
 
 def left_out(turns: Sequence[Turn]) -> str:

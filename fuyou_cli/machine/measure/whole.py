@@ -48,15 +48,15 @@ class BenchReport:
     seconds: float
     written_bytes: int
 
-    def with_found(self, found: Findings) -> BenchReport:
+    def with_found(self, findings: Findings) -> BenchReport:
         """Adds results: figures replace those of the profile, rates of stages are added to it."""
-        stages = merged_rates(self.profile.stage_rates, found.stage_rates)
+        stages = merged_rates(self.profile.stage_rates, findings.stage_rates)
         return replace(
             self,
-            profile=replace(self.profile, **found.figures, stage_rates=stages),
-            rates=self.rates + found.rates,
-            notes=self.notes + found.notes,
-            written_bytes=self.written_bytes + found.written_bytes,
+            profile=replace(self.profile, **findings.figures, stage_rates=stages),
+            rates=self.rates + findings.rates,
+            notes=self.notes + findings.notes,
+            written_bytes=self.written_bytes + findings.written_bytes,
         )
 
 
@@ -105,14 +105,14 @@ def _measured(
     layers = measure_layers(target, matmul, quick=quick)
     step = 4 / (1 / layers.stage_rates[0].forward + 3 / layers.stage_rates[0].backward)
     sums = measure_sums(target, repeats=repeats) if target.type == "cuda" else Findings()
-    shared, beside = Findings(), None
+    shared, step_beside = Findings(), None
     if target.type == "cpu":
         progress("a training step beside the update")
         seconds = SHARED_QUICK_SECONDS if quick else SHARED_FULL_SECONDS
-        beside, flops, note = _layer_step(target, step, seconds)
-        shared = measure_shared(beside, flops, seconds=seconds, note=note)
+        step_beside, flops, note = _layer_step(target, step, seconds)
+        shared = measure_shared(step_beside, flops, seconds=seconds, note=note)
     progress(f"store in {', '.join(map(str, directories))}")
-    store = measure_store(*directories, quick=quick, free=facts.disk_free, step=beside)
+    store = measure_store(*directories, quick=quick, free=facts.disk_free, step=step_beside)
     progress("all that moves bytes at once")
     crossing = _crossing(replace(facts, **adamw.figures), target, directories, quick=quick, repeats=repeats)
     return _arithmetic(matmul, step) + layers + sums + shared + store + adamw + memory + crossing
@@ -184,19 +184,19 @@ def measure_matmul(device: torch.device, dtype: Dtype, *, repeats: int) -> Rate:
             break
     if device.type == "cuda":
         mean_seconds(product, GPU_SETTLES, device)
-        taken = [mean_seconds(product, MATMUL_SECONDS, device) for _ in range(repeats)]
+        durations = [mean_seconds(product, MATMUL_SECONDS, device) for _ in range(repeats)]
     else:
-        taken = _times(product, device, repeats)
+        durations = _times(product, device, repeats)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return rate_of(f"matmul {dtype}", "FLOP/s", each(2.0 * size**3, taken), f"{size} x {size}{threads}")
+    return rate_of(f"matmul {dtype}", "FLOP/s", each(2.0 * size**3, durations), f"{size} x {size}{threads}")
 
 
 def _times(action: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Times each repeat after one that is not counted: at most `repeats`, fewer if they take long, at least one."""
-    taken: list[float] = []
-    while len(taken) <= 1 or (len(taken) <= repeats and sum(taken) < REPEAT_SECONDS):
-        taken.append(seconds_of(action, device))
-    return taken[1:]
+    durations: list[float] = []
+    while len(durations) <= 1 or (len(durations) <= repeats and sum(durations) < REPEAT_SECONDS):
+        durations.append(seconds_of(action, device))
+    return durations[1:]
 
 
 def device_named(name: str) -> torch.device:
