@@ -193,7 +193,7 @@ def graphs_of(subject: Subject) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    every(5, [
+    every(8, [
         *(("llama", way) for way in HOMES), ("bf16, cut", "RAM"), ("bf16, cut", "through the host"),
         ("gpt2, dropout", "norm first"), ("gpt2, dropout", "RAM"), ("gemma2", "boundaries there"), ("lora", "RAM"),
         ("lora", "two sweeps"), ("frozen below", "RAM"), ("uneven", "ssd"), ("uneven", "norm first"),
@@ -233,7 +233,7 @@ def test_kept_graphs_by_the_real_compiler(way: str, tmp_path: Path, monkeypatch:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("name", ["bf16, cut", "uneven"])
+@pytest.mark.parametrize("name", every(2, ["bf16, cut", "uneven"]))
 def test_memory_is_no_more_than_the_plan_charges(name: str, tmp_path: Path) -> None:
     """Holds what graphs saved, and neither weights nor inputs: those would be another batch beside the one that is lent."""
     subject, runs = GRAPHS[name](), Runs()

@@ -58,7 +58,7 @@ IN_TURN = (["ssd", "all kept, in RAM, unclipped", "RAM"], ["RAM, unclipped", "al
 CASES = [(name, way, (n // 2 + w) % 2 == 0) for n, name in enumerate(SUBJECTS) for w, way in enumerate(IN_TURN[n % 2])]
 
 
-@pytest.mark.parametrize(("name", "way", "stays"), every(8, CASES))
+@pytest.mark.parametrize(("name", "way", "stays"), every(12, CASES))
 def test_late_and_early_copies_change_no_bit(name: str, way: str, stays: bool, tmp_path: Path) -> None:
     """Lets the batch stay on the device, or hands it on by way of the host: in turn."""
     subject = SUBJECTS[name]()
@@ -233,7 +233,7 @@ NUMERICS = [(0, "float32"), (40, "float32"), (40, "bfloat16")]
 
 @pytest.mark.parametrize(
     ("way", "vocabulary", "dtype", "stays"),
-    every(2, [(way, *pair, (w + n) % 2 == 0) for w, way in enumerate(PLACES) for n, pair in enumerate(NUMERICS)]),
+    every(3, [(way, *pair, (w + n) % 2 == 0) for w, way in enumerate(PLACES) for n, pair in enumerate(NUMERICS)]),
 )
 def test_the_launching_thread_copies_ids_and_nothing_else(
     way: str, vocabulary: int, dtype: Any, stays: bool, tmp_path: Path

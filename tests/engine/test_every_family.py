@@ -80,7 +80,7 @@ def test_as_the_table_says(name: str) -> None:
     assert models_table.tried(name).row == LINES[name]
 
 
-@pytest.mark.parametrize("name", every(60, TRAINED))
+@pytest.mark.parametrize("name", every(90, TRAINED))
 def test_two_steps_as_plain_pytorch(name: str, tmp_path: Path) -> None:
     if name not in models_table.names():
         pytest.skip("this transformers does not have it")
@@ -99,7 +99,7 @@ def _products(func: Any, args: Any) -> str | None:
     return f"{func} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}" if multiplies else None
 
 
-@pytest.mark.parametrize("name", every(40, TRAINED))
+@pytest.mark.parametrize("name", every(60, TRAINED))
 def test_forward_multiplies_as_its_recompute(name: str) -> None:
     """Or bits would depend on what is kept: torch chooses products by what wants a gradient."""
     if name not in models_table.names():

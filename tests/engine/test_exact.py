@@ -49,7 +49,7 @@ def _moved(subject: Subject, weights: dict[str, torch.Tensor]) -> dict[str, floa
     return {n: float((value - subject.initial[n]).norm() / value.norm()) for n, value in weights.items()}
 
 
-@pytest.mark.parametrize("family", every(3, FAMILIES))
+@pytest.mark.parametrize("family", every(4, FAMILIES))
 def test_clipped(family: str, tmp_path: Path) -> None:
     _same_as_torch(FAMILIES[family], tmp_path, clip=0.5, optimizer=_SETTINGS.get(family, OPTIMIZER))
 

@@ -64,7 +64,7 @@ def assert_as_in_memory(subject: Subject, folder: Path, **way: Any) -> None:
     assert relative(rows, plain(subject, *rows_of(subject))) <= 1e-6
 
 
-@pytest.mark.parametrize("family", every(2, FAMILIES))
+@pytest.mark.parametrize("family", every(4, FAMILIES))
 def test_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
     assert_as_in_memory(Subject(FAMILIES[family], Shape()), tmp_path)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drawn import every
+from drawn import every, quick_and_slow
 
 from .families import FAMILIES
 from .ring import Case, Workers, compare, compare_replicas, in_dtype, run
@@ -48,6 +48,11 @@ CASES: dict[str, Case] = {
     "evaluations": Case(family="gemma2", evaluates=True),
     "a multiplier behind the embedding": Case(family="granite"),
 }
+RARER = {  # one by one what others have together, or what one process is compared with itself for
+    "all in RAM", "as planned", "a tied head", "a cut head", "projections", "LoRA", "outputs kept", "another mixture",
+    "the emulated device, all in RAM", "the emulated device, unlike widths", "the emulated device, ranges of experts",
+    "evaluations", "a multiplier behind the embedding",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +62,17 @@ def workers() -> Iterator[Workers]:
     found.stop()
 
 
-@pytest.mark.parametrize("family", every(2, FAMILIES))
+@pytest.mark.parametrize("family", every(3, FAMILIES))
 def test_families_on_two_ranks(family: str, workers: Workers) -> None:
     compare(in_dtype(Case(family=family), "bfloat16"), workers, 2)
 
 
-@pytest.mark.parametrize("family", every(4, FAMILIES))
+@pytest.mark.parametrize("family", every(6, FAMILIES))
 def test_families_on_three_ranks(family: str, workers: Workers) -> None:
     compare(Case(family=family, owners=len(family)), workers, 3)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_and_slow(CASES, lambda number: [*CASES][number] not in RARER))
 def test_on_two_ranks(name: str, workers: Workers) -> None:
     compare(CASES[name], workers, 2)
 
