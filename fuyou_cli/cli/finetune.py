@@ -276,7 +276,7 @@ def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> No
 
 def _load(planned: Planned, run: Run) -> None:
     saved, model = planned.manifest, planned.model
-    total = model.parameters if saved is None else size_of(saved) + to_compare(saved, model.sources)
+    total = model.parameters if saved is None else size_of(saved, model) + to_compare(saved, model.sources)
     what = "loading weights" if saved is None else "reading the saved state"
     with counting(what, total) as progress:
         run.load(progress)

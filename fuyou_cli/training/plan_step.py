@@ -270,7 +270,7 @@ class _Planner:
 
     def _owners(self, model: ModelSpec, asked: PlanRequest, peers: Peers) -> tuple[int, ...]:
         """Returns the rank of each stage: as a saved run has it, else as rank 0 deals them, by the times of its own machine."""
-        saved = self._inspected.manifest
+        saved = None if self._inspected.moves else self._inspected.manifest
         if saved is not None and saved.share is not None:
             return saved.share.owners
         return fastest_deal(model, self._hardware, asked, peers.count) if peers.alike is None else peers.alike.owners

@@ -10,14 +10,14 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.hub import Hub, Progress, has_tokenizer
-from ..core.errors import UsageError
+from ..core.errors import FuyouError, UsageError
 from ..core.paths import folder
 from ..core.units import count
 from ..spec.hardware import HardwareProfile
@@ -28,7 +28,7 @@ from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
 from .numerics import check_positions, check_tokens, note_slow_products
 from .state.at_rest import SavedStore
-from .state.manifest import Change, Manifest, Untouched, written_at
+from .state.manifest import Change, Manifest, Untouched, newest, written_at
 from .state.recovery import saved_by_all
 from .state.resume import (
     REFUSED,
@@ -41,7 +41,7 @@ from .state.resume import (
     settings_of,
     steps_left,
 )
-from .state.store_folders import of_rank
+from .state.store_folders import of_any_count, of_rank
 from .stored_quantised import as_stored, check_planned
 
 if TYPE_CHECKING:
@@ -117,6 +117,11 @@ class Resolved:
     @property
     def manifest(self) -> Manifest | None:
         return None if self.saved is None else self.saved.manifest
+
+    @property
+    def moves(self) -> bool:
+        """Tells whether the saved state is in folders of another number of ranks, and has to be brought here."""
+        return self.saved is not None and self.saved.moves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,11 +217,17 @@ def resolve(
     names. Another thread calls `progress` during a download with its name, the bytes so far and the bytes in all."""
     _check_backend(recipe)
     check_peft(recipe)
-    folders = run_directories(recipe, rank=None if peers is None else peers.rank)
-    count = 1 if peers is None else peers.count
+    rank, count = (0, 1) if peers is None else (peers.rank, peers.count)
+    folders = run_directories(recipe, rank=rank, count=count)
     directories, saved = saved_state(recipe, folders, count=count, must=to_run, here=here, say=say)
-    if peers is not None:
-        saved = saved_by_all(peers, saved, directories[0])
+    if here and recipe.checkpoint.resume == "auto":
+        try:
+            saved = saved_by_all(peers, saved, directories[0])
+        except FuyouError as error:
+            if to_run:
+                raise
+            say(refused(error))
+            saved = None
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
@@ -249,12 +260,12 @@ def _check_backend(recipe: Recipe) -> None:
         )
 
 
-def run_directories(recipe: Recipe, *, rank: int | None = None) -> tuple[Path, ...]:
+def run_directories(recipe: Recipe, *, rank: int = 0, count: int = 1) -> tuple[Path, ...]:
     """Returns the folders of this run's store, one per striped directory. Their name is readable and unique to the
-    output_dir, and to the `rank` of several."""
+    output_dir, and to the `rank` of `count`."""
     out = folder(recipe.output_dir, key="output_dir").resolve()
     name = f"{out.name}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:8]}"
-    name += "" if rank is None else of_rank(rank)
+    name += of_rank(rank, count) if count > 1 else ""
     found: dict[Path, Path] = {}
     for directory in recipe.offload_directories(os.environ):
         if (other := found.setdefault(directory.resolve(), directory)) is not directory:
@@ -263,11 +274,20 @@ def run_directories(recipe: Recipe, *, rank: int | None = None) -> tuple[Path, .
 
 
 def store_of(recipe: Recipe) -> Path:
-    """Returns the first folder of the store that the recipe's runs continue; of a run of several ranks the first one's. Where
-    both have trained the recipe it is the newer one's."""
+    """Returns the first folder of the store that the recipe's runs continue; of a run of several ranks the first one's. Of
+    several numbers of ranks it is the newest one's with a saved state."""
     if recipe.checkpoint.resume in ("auto", "never"):
-        return max(run_directories(recipe)[0], run_directories(recipe, rank=0)[0], key=written_at)
+        alone = run_directories(recipe)[0]
+        found = of_any_count(alone)
+        return max(found, key=lambda place: (_is_saved(place), written_at(place)), default=alone) if found else alone
     return folder(recipe.checkpoint.resume, key="checkpoint.resume")
+
+
+def _is_saved(place: Path) -> bool:
+    with suppress(UsageError):
+        saved, _ = newest(place)
+        return saved is not None and saved.state == "committed"
+    return False
 
 
 @contextmanager

@@ -180,11 +180,14 @@ class Run:
         with self._saving_what_is_whole():
             self._folders.keep()
             remember_drives(self.planned.directories, say=self._announce)
-            if saved is not None:
+            if saved is not None and not saved.moves:
                 self.saver.restore(saved, progress)
                 return
             self.saver.give_up_what_was()
             write_parts(self.standing.run, self.planned.directories)
+            if saved is not None:
+                self.saver.bring(saved, progress)
+                return
             added = added_values(self.planned.recipe, self.planned.anatomy.model)
             self.files.load(self.ready.entries, added, self.executor.visits.residency.records, progress)
 
@@ -562,6 +565,11 @@ def _advice(plan: Plan, used: int, free: int | None, most: int | None) -> str:
 def what_is_saved(planned: Planned, saver: Saver) -> str:
     """Says what the same command will continue from."""
     step = saver.saved_step
+    if step is None and planned.saved is not None and planned.moves:
+        before = planned.saved
+        return (
+            f"the state after step {before.manifest.step} is still saved in {before.folder}: the same command goes on from it"
+        )
     if not step:
         nothing = "no step is saved" if saver.standing.step else "nothing was trained yet"
         return f"{nothing}: the same command starts from the beginning"

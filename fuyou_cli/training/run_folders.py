@@ -17,7 +17,7 @@ from .length import check_loading
 from .prepare import Planned
 from .run_log import holds_a_run, read_logged_plan
 from .state import manifest as manifests
-from .state.resume import check_same_store, check_stages, check_still_new
+from .state.resume import check_same_stages, check_same_store, check_stages, check_still_new
 from .state.store_folders import STORE_FILE, begin_parts, check_same_drive, check_space, discard_parts
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
@@ -83,7 +83,9 @@ class RunFolders:
     def claim(self) -> None:
         """Checks that a saved run is still the one in the plan, and that the folders have room for the store."""
         planned, plan = self._planned, self._planned.plan
-        if planned.manifest is not None:
+        if planned.manifest is not None and planned.moves:
+            check_same_stages(planned.manifest, planned.model)
+        elif planned.manifest is not None:
             check_same_store(planned.manifest, self._paths, stripe=plan.io.stripe)
             check_stages(planned.manifest, planned.model, plan)
         else:
@@ -97,7 +99,7 @@ class RunFolders:
     def open_store(self, closing: ExitStack) -> Store:
         """Opens and locks the store until `closing` ends. Only then is its manifest sure to stay as it is."""
         planned, io = self._planned, self._planned.plan.io
-        if planned.manifest is None:
+        if planned.manifest is None or planned.moves:
             self._unnamed = begin_parts(self._run, planned.directories)
         try:
             opened = Store.open(self._paths, stripe=io.stripe, size=planned.plan.store_size, create=True)

@@ -210,7 +210,7 @@ def test_a_file_in_place_of_a_store(tmp_path: Path) -> None:
 )
 def test_shares_that_are_not_of_one_run(rank: int, count: int, stages: int, tmp_path: Path) -> None:
     """One with fewer stages, both of more ranks than a machine could list, twice the same, a rank that is none."""
-    folders = tuple(tmp_path / f"run.r{number}" for number in range(2))
+    folders = tuple(tmp_path / f"run.r{number}of2" for number in range(2))
     for number, (folder, of_rank) in enumerate(zip(folders, (0, rank), strict=True)):
         folder.mkdir()
         share = RankShare(rank=of_rank, count=count, owners=(0, 1), commit=4, folders=tuple(map(str, folders)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,17 @@ from fuyou_cli.training.peers import Place, place_of
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.manifest import Manifest, RankShare
-from fuyou_cli.training.state.recovery import Offer, agreed_commit, offer_of, one_back
+from fuyou_cli.training.state.moving import remove_elsewhere
+from fuyou_cli.training.state.recovery import (
+    Elsewhere,
+    Offer,
+    agreed_commit,
+    brought_from,
+    elsewhere,
+    offer_of,
+    one_back,
+    saved_by_all,
+)
 
 K = 5
 NUMERICS = Numerics(
@@ -133,7 +144,86 @@ def test_other_runs_and_other_numbers_of_ranks_are_refused(tmp_path: Path) -> No
     empty = Offer(rank=2, host="box2", folder="somewhere")
     with pytest.raises(UsageError, match="trained by 2 ranks, not by 3 ranks") as error:
         agreed_commit([first, second, empty])
-    assert error.value.hint is not None and error.value.hint.startswith("N was 2: run with --nproc 2, or `fuyou export`")
+    assert error.value.hint is not None and error.value.hint.startswith("N was 2: run with --nproc 2, or use")
+
+
+# ---- another number of ranks ------------------------------------------------------------------------------------------
+
+# What a folder of the new number of ranks may hold, as `Offer` tells it. Another number has saved step 4 of run a at 100 s.
+THERE = Elsewhere(folder="x", written=100.0, run="a", step=4)
+HERE: dict[str, dict[str, object]] = {
+    "gone": {},
+    "being brought": {"run": "a", "written": 120.0},
+    "brought": {"run": "a", "written": 120.0, "step": 4, "commit": 1},
+    "gone on since": {"run": "a", "written": 130.0, "step": 6, "commit": 3},
+    "saved before": {"run": "a", "written": 90.0, "step": 2, "commit": 3},  # and not removed since
+    "given up": {"run": "b", "written": 90.0, "step": 9, "commit": 10},
+    "given up while loaded": {"run": "b", "written": 90.0},
+    "started over": {"run": "b", "written": 120.0, "step": 1, "commit": 2},
+    "being started over": {"run": "b", "written": 120.0},
+}
+STAYS = ("gone on since", "started over", "being started over")
+
+
+@pytest.mark.parametrize(("one", "other"), [*product(HERE, HERE)])
+@pytest.mark.parametrize("sees", [(True, True), (True, False), (False, True)])
+def test_state_of_another_number_of_ranks(one: str, other: str, sees: tuple[bool, bool]) -> None:
+    """It is brought wherever not all ranks have it, or one of a later moment, in their own folders. A rank may not see it."""
+    offers = [
+        Offer(rank=rank, host="", folder="", elsewhere=THERE if sees[rank] else None, **HERE[here])  # type: ignore[arg-type]
+        for rank, here in enumerate((one, other))
+    ]
+    stays = one in STAYS or other in STAYS or (one, other) == ("brought", "brought")
+    assert brought_from(offers) == (None if stays else THERE)
+
+
+def saved_by(folder: Path, counts: dict[int, str]) -> Path:
+    """Leaves, for each number of ranks, what they may leave of one run in folders that name one another."""
+    for number, (count, state) in enumerate(counts.items()):
+        folders = [folder / f"run.r{rank}of{count}" for rank in range(count)] if count > 1 else [folder / "run"]
+        for rank, place in enumerate(folders):
+            share = RankShare(rank=rank, count=count, owners=(0,) * count, commit=K, folders=tuple(map(str, folders)))
+            files = (str(place / "store.bin"),)
+            saved = replace(SAVED, step=K, files=files, share=share if count > 1 else None)
+            if state == "loading" or (state == "half" and rank == count - 1):
+                saved = replace(saved, state="loading")
+            place.mkdir()
+            if state != "lost" or rank < count - 1:
+                manifests.write(place, saved)
+                os.utime(place / manifests.NAME, (100.0 + number, 100.0 + number))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("counts", "found"),
+    [
+        ({1: "saved"}, None),
+        ({2: "saved"}, "run.r0of2"),
+        ({2: "saved", 4: "saved"}, "run.r0of4"),
+        ({4: "saved", 2: "saved"}, "run.r0of2"),
+        ({2: "saved", 4: "loading"}, "run.r0of2"),
+        ({2: "saved", 4: "half"}, "run.r0of2"),  # killed while some had committed what was brought
+        ({4: "half"}, None),
+        ({2: "saved", 4: "lost"}, "run.r0of4"),  # which is then refused by the name of what is lost
+    ],
+)
+def test_newest_whole_state_of_other_numbers_is_chosen(tmp_path: Path, counts: dict[int, str], found: str | None) -> None:
+    seen = elsewhere(saved_by(tmp_path, counts))
+    assert (None if seen is None else Path(seen.folder).name) == found
+    assert seen is None or bool(seen.problem) == ("lost" in counts.values())
+    if seen is not None and seen.problem:
+        with pytest.raises(UsageError, match=r"run\.r3of4"):
+            saved_by_all(None, None, tmp_path / "run")
+
+
+def test_what_was_brought_is_removed_where_it_was(tmp_path: Path) -> None:
+    """Of the same run and no later step only."""
+    folder = saved_by(tmp_path, {1: "saved", 2: "saved", 3: "loading"})
+    remove_elsewhere(folder, "another", K, also=(), say=print)
+    remove_elsewhere(folder, "a", K - 1, also=(), say=print)
+    assert len(list(tmp_path.iterdir())) == 6
+    remove_elsewhere(folder, "a", K, also=(), say=print)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 # ---- environments ------------------------------------------------------------------------------------------------------

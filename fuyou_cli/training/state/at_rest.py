@@ -19,7 +19,7 @@ from ...core.json_files import one_line
 from ...core.process import SILENT, Patience, uninterrupted
 from ...core.units import MiB, align_up, gb
 from ...planner.memory import READ_BACK
-from ...spec.model import PAGE, SOURCES_AT, SourceFile
+from ...spec.model import PAGE, SOURCES_AT, ModelSpec, SourceFile
 from ...spec.plan import Span
 from ...swap.daemon import DaemonOptions, SwapDaemon
 from ...swap.kernels import CHECKSUM_BLOCK, checksum
@@ -27,7 +27,7 @@ from ...swap.store import Arena, Store, not_as_written
 from ..run_log import saved_of
 from . import manifest as manifests
 from .manifest import Manifest, StoredExtent
-from .store_folders import is_plain, missing_file, refuse_copy, refuse_in_use, unranked
+from .store_folders import is_plain, missing_file, rank_count, refuse_copy, refuse_in_use, unranked
 
 # ---- extents ----------------------------------------------------------------------------------------------------------
 
@@ -54,9 +54,10 @@ class Damage:
         return f"{self.tensor} of {self.stage}: {self.why}"
 
 
-def size_of(manifest: Manifest) -> int:
-    """Returns the bytes that verifying reads."""
-    return sum(extent.size for stage in manifest.stages for _, extent in stage.extents())
+def size_of(manifest: Manifest, model: ModelSpec | None = None) -> int:
+    """Returns the bytes that verifying reads. `model`: of its stages that are computed here."""
+    stages = [stage for number, stage in enumerate(manifest.stages) if model is None or not model.stages[number].away]
+    return sum(extent.size for stage in stages for _, extent in stage.extents())
 
 
 class ExtentSums:
@@ -278,6 +279,7 @@ class SavedStore:
     seals: tuple[bytes | None, ...]
     # The stores of all ranks where several have trained the model. `manifest` then has every stage, and the first rank's rest.
     shares: tuple[SavedStore, ...] = ()
+    moves: bool = False  # another number of ranks has made it: a run brings it into folders of its own (`moving`)
 
     def check_current(self) -> None:
         """Raises UsageError if another process has committed since. The store must be locked."""
@@ -322,7 +324,9 @@ def whole_store(folder: Path) -> SavedStore:
         )
     same_stages = zip(*(one.manifest.stages for one in shares), strict=True)
     stages = tuple(next((one for one in same if one.params), same[0]) for same in same_stages)
-    return replace(shares[0], manifest=replace(shares[0].manifest, stages=stages), shares=tuple(shares))
+    written = sum(one.manifest.written_total for one in shares)
+    joined = replace(shares[0].manifest, stages=stages, written_total=written)
+    return replace(shares[0], manifest=joined, shares=tuple(shares))
 
 
 def _share(store: SavedStore, rank: int) -> SavedStore:
@@ -365,7 +369,9 @@ def find_store(source: Path) -> SavedStore:
     found = manifests.found_in(source, manifests.NAME, manifests.BEFORE)
     if len(found) > 1 and not _are_shares(found):
         raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
-    if (folder := found[0] if found else saved_of(source)) is not None:
+    newest = rank_count(max(found, key=manifests.written_at)) if found else 0
+    folder = next((one for one in found if rank_count(one) == newest), None) or saved_of(source)
+    if folder is not None:
         return whole_store(folder)
     raise UsageError(
         f"there is no store in {source}", hint="give a run's output_dir, its store, or the offload.dir that it is in"
@@ -386,12 +392,14 @@ class OpenStore:
 def at_rest(
     saved: SavedStore,
     *,
-    arena_size: int,
+    arena_size: int = 0,
+    arena: Arena | None = None,
     say: Callable[[str], None] | None = None,
     model_files: Literal["compared", "there", "none"] = "compared",
 ) -> Iterator[OpenStore]:
-    """Opens the committed state of a store. `say` gets a message about a drive that does not answer. `model_files`: the model's
-    own, which have to be as they were; or those that are there; or none. Raises FuyouError while a run uses the store."""
+    """Opens the committed state of a store. `arena`: one to read into, in place of its own of `arena_size`. `say` gets a
+    message about a drive that does not answer. `model_files`: the model's own, which have to be as they were; or those that are
+    there; or none. Raises FuyouError while a run uses the store."""
     folder, manifest = saved.folder, saved.manifest
     if saved.shares:
         names = ", ".join(str(one.folder) for one in saved.shares)
@@ -411,7 +419,7 @@ def at_rest(
     patience = SILENT if say is None else Patience(say, where=lambda: str(folder))
     with ExitStack() as stack:
         with uninterrupted():
-            arena = stack.enter_context(Arena(arena_size))
+            arena = arena or stack.enter_context(Arena(arena_size))
             opened = Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True, sources=sources)
             store = stack.enter_context(opened)
             daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience))

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,19 +30,16 @@ from ...spec.model import ModelSpec
 from ...spec.plan import Plan, Span
 from . import manifest as manifests
 from .at_rest import SavedStore, changed_files, find_saved_store, used_since
-from .manifest import TENSORS, Change, DamagedManifest, Manifest
+from .manifest import TENSORS, Change, Manifest
 from .recovery import of_another_count
 from .store_folders import (
     PART_FILE,
     STORE_FILE,
     check_mounted,
     missing_file,
-    of_rank,
-    ranked,
     read_part,
     refuse_copy,
     refuse_in_use,
-    unranked,
 )
 
 if TYPE_CHECKING:
@@ -166,8 +162,6 @@ def find_saved(resume: str, directories: Sequence[Path], *, count: int = 1, say:
     if resume != "auto" and (found is None or found.state == "loading"):
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
-    if resume == "auto":
-        _check_count(directories[0], count)
     if saved is None or found is None:
         _check_free(directories, being_filled=())
         _check_moved(source.parent)
@@ -193,18 +187,6 @@ def _kept(what: str, remedy: str) -> UsageError:
 
 def _count_of(saved: Manifest) -> int:
     return 1 if saved.share is None else saved.share.count
-
-
-def _check_count(directory: Path, count: int) -> None:
-    """Raises UsageError if one process has saved this run since, where several ranks are to train it, or the other way
-    round."""
-    for place in [unranked(directory)] if count > 1 else ranked(directory.with_name(directory.name + of_rank(0))):
-        if manifests.written_at(place) <= manifests.written_at(directory):
-            continue  # it was given up for what is in `directory`
-        with suppress(DamagedManifest):
-            saved, _ = manifests.newest(place)
-            if saved is not None and saved.state == "committed" and saved.step and _count_of(saved) != count:
-                raise of_another_count(_count_of(saved), folder=str(place), now=count)
 
 
 def _check_moved(directory: Path) -> None:
@@ -298,16 +280,24 @@ def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> 
         raise _kept(what, "name the same folders in offload.dir, in the same order")
 
 
+def check_same_stages(saved: Manifest, model: ModelSpec) -> None:
+    """Raises UsageError where a manifest has other stages than those of the model that are computed here."""
+    here = [stage for stage in model.stages if not stage.away]
+    wanted = [(stage.name, stage.params, stage.trained, stage.quantised, stage.source) for stage in here]
+    together = zip(model.stages, saved.stages, strict=False)
+    found = [(one.name, one.params, one.trained, one.quantised, one.pieces) for stage, one in together if not stage.away]
+    if len(saved.stages) != len(model.stages) or found != wanted:
+        place = Path(saved.files[0]).with_name(manifests.NAME)
+        raise UsageError(
+            f"{place}: its {len(saved.stages)} stages do not match the {len(model.stages)} of this model in number or size",
+            hint="name the model that the run was started with, or start over with checkpoint.resume=never",
+        )
+
+
 def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
     """Raises UsageError where a manifest has other stages than the model, or elsewhere than the plan; the store is not opened
     before, which may make it longer."""
-    wanted = [(stage.name, stage.params, stage.trained, stage.quantised, stage.source) for stage in model.stages]
-    if [(stage.name, stage.params, stage.trained, stage.quantised, stage.pieces) for stage in saved.stages] != wanted:
-        place = Path(saved.files[0]).with_name(manifests.NAME)
-        raise UsageError(
-            f"{place}: its {len(saved.stages)} stages do not match the {len(wanted)} of this model in number or size",
-            hint="name the model that the run was started with, or start over with checkpoint.resume=never",
-        )
+    check_same_stages(saved, model)
     for stage_plan, stage in zip(plan.stages, saved.stages, strict=True):
         places = {name: stage_plan.extent(name, stage.turn) for name in TENSORS}
         if any(places[name] != Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from . import manifest as manifests
 from .at_rest import Damage, ExtentSums, Progress, SavedStore, compare
 from .kept_companions import written_companions
 from .manifest import MOST_CHANGES, Change, Evaluated, Manifest, RankShare, State
+from .moving import bring_stages, remove_elsewhere, stores_of
 from .resume import library_versions
 from .storage import StageFiles
 from .store_folders import LOSSES, NEW_PART, PART_FILE, SPARE, read_losses, write_losses
@@ -184,7 +186,7 @@ class Saver:
             flush=store.sync,
             name=self._name,
             agreed=(lambda manifest: None) if peers is None else (lambda manifest: peers.named_by_all(manifest.commit)),
-            durable=ready.planned.manifest,
+            durable=None if ready.planned.moves else ready.planned.manifest,
             patience=patience,
         )
 
@@ -278,6 +280,35 @@ class Saver:
         self.commits.restart(self._as_it_goes_on(saved))
         self.residency.commits.base = saved.step
         restore_generators(saved.random, self.device.torch_device)
+        self._remove_elsewhere()
+
+    def bring(self, store: SavedStore, progress: Progress) -> None:
+        """Brings the state of another number of ranks here, commits it, and only then removes it there. `progress` gets the
+        bytes copied."""
+        saved, standing = store.manifest, self.standing
+        if self._peers is not None:
+            self._peers.all_gather("given up what was here", None)  # so that a folder without a manifest is a lost one
+            if not self._peers.is_first:
+                standing.written_before = 0  # the first rank counts what all have written so far
+        self.say(f"bringing the state after step {saved.step} from {', '.join(str(one.folder) for one in stores_of(store))}")
+        standing.losses, note = read_losses(store.folder, saved.step)
+        if note:
+            self.say(f"note: {note}")
+        standing.changes = (*saved.changes, *self.ready.changes)[-MOST_CHANGES:]
+        compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
+        bring_stages(store, self.files, self.residency.records, self._window(), say=self.say, progress=progress)
+        self.commits.begin(self._manifest("committed"))
+        self.commits.finish()
+        assert self.commits.last is not None
+        self.files.restore(self.commits.last, self.residency.records)
+        self.residency.commits.base = saved.step
+        restore_generators(saved.random, self.device.torch_device)
+        self._remove_elsewhere(*(one.folder for one in stores_of(store)))
+
+    def _remove_elsewhere(self, *also: Path) -> None:
+        """Removes what other numbers of ranks have of this run: all of it is here, committed by all."""
+        if self._peers is None or self._peers.is_first:
+            remove_elsewhere(self.folder, self.standing.run, self.standing.step, also=also, say=self.say)
 
     def _as_all_have(self, found: Manifest) -> Manifest:
         """Returns the newest commit that is whole on every rank; `found` is on this one."""
@@ -344,11 +375,14 @@ class Saver:
         return next(self._extent_sums(progress).damages(saved), None)
 
     def _extent_sums(self, progress: Progress) -> ExtentSums:
-        """Sums through the larger part of the arena beside the daemon's scratch. It is unused before a state is restored."""
+        return ExtentSums(self.files.daemon, self.files.memory.arena, self._window(), progress)
+
+    def _window(self) -> Span:
+        """Returns the larger part of the arena beside the daemon's scratch. It is unused before a state is restored."""
         scratch, arena = self.files.plan.io.scratch, self.files.memory.arena
         behind = align_up(scratch.offset + scratch.size, PAGE)
         parts = (Span(offset=0, size=scratch.offset), Span(offset=behind, size=max(0, arena.size - behind)))
-        return ExtentSums(self.files.daemon, arena, max(parts, key=lambda part: part.size), progress)
+        return max(parts, key=lambda part: part.size)
 
     # ---- manifests -----------------------------------------------------------------------------------------------
 

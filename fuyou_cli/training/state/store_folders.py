@@ -65,22 +65,30 @@ class StorePart:
     first: str
 
 
-def of_rank(rank: int | str) -> str:
-    """Returns how the name of a folder ends that holds the share of one rank of several."""
-    return f".r{rank}"
+_OF_RANK = re.compile(r"\.r[0-9]+of([0-9]+)$")
+
+
+def of_rank(rank: int | str, count: int | str) -> str:
+    """Returns how the name of a folder ends that holds the share of one of `count` ranks."""
+    return f".r{rank}of{count}"
 
 
 def unranked(folder: Path) -> Path:
     """Returns the folder that one process alone would have in place of a rank's."""
-    return folder.with_name(re.sub(rf"{re.escape(of_rank(''))}[0-9]+$", "", folder.name))
+    return folder.with_name(_OF_RANK.sub("", folder.name))
 
 
-def ranked(folder: Path) -> list[Path]:
-    """Returns the folders of all ranks beside that of one, as far as they are there; of a run of one process just it."""
+def rank_count(folder: Path) -> int:
+    """Returns how many ranks the run has whose folder is named so."""
+    named = _OF_RANK.search(folder.name)
+    return 1 if named is None else int(named[1])
+
+
+def of_any_count(folder: Path) -> list[Path]:
+    """Returns the folders beside this one that the same run has with any number of ranks, as far as they are there."""
     alone = unranked(folder)
-    if alone == folder:
-        return [folder]
-    return sorted(alone.parent.glob(f"{glob.escape(alone.name)}{of_rank('[0-9]*')}"))
+    ranked = sorted(alone.parent.glob(f"{glob.escape(alone.name)}{of_rank('[0-9]*', '[0-9]*')}"))
+    return [place for place in (alone, *ranked) if place.is_dir()]
 
 
 def is_plain(path: str) -> bool:
