@@ -2,18 +2,23 @@
 """Kills, freezes and starts again the ranks of one model: they end as one process does, and none outlives its peers.
 
     python scripts/prove_ranks_run.py --work DIR
-    200 kills and 10 frozen ranks: an hour on two cores; to try the script itself: --kills 6 --frozen 1
+    200 kills, 20 full drives and 10 frozen ranks: an hour on two cores; to try it: --kills 6 --full 2 --frozen 1
 
-Two ranks train a run of 60 tiny steps, each committed. At a random moment one of them, or both, are killed (SIGKILL), while
-they load, train, commit or export. The one that is left must end within five seconds with an error that names the other, or
-with the run's own end. The folders of both must then hold a commit that both have. The same command goes on, and is killed
-again. Each run that comes to its end must have the states, losses and export of one process, to the last bit. A rank that is
-frozen (SIGSTOP) is found after `train.peer_timeout`.
+Two ranks train a run of 60 tiny steps, each committed. They are killed (SIGKILL) while they load, train, commit or export: one
+or both at a random moment, one at a random call on its files, which most often is inside a commit, or the launcher of
+`--nproc 2`, alone or with a rank. Whoever is left must end within five seconds, a rank with an error that names the other, or
+with the run's own end. What all ranks had committed must still be whole. The same command goes on, and is killed again; now and
+then one process goes on in place of two, which brings the state from their stores, and is killed too. Each run that comes to
+its end must have the states, losses and export of one process, to the last bit.
+
+A rank whose drive is full from a random call on ends, and the other with it, as above. One that is frozen (SIGSTOP) is found
+after `train.peer_timeout`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import signal
@@ -21,7 +26,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,23 +36,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import crashes
 from proof.nursery import Child, Ended, Nursery
 from proof.setting import Lost, Setting, fresh, lost_row, parser, run_script
+from proof.shim import Trace, build, preloaded
 from proof.tiny_runs import Place, placed
 from proof.verdicts import holds
 
 from fuyou_cli.training.run_log import read_log
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.store_folders import rank_count
 
 RANKS = 2
 ENDS = 5.0  # seconds in which a rank ends that has lost a peer
 FROZEN = 6  # seconds of `train.peer_timeout` where a rank is frozen
 EACH = 10  # kills of one run
 AT_ONCE = 20  # kills that are kept together
+WAYS = ("moment", "moment", "call", "call", "launcher", "one process")  # one is drawn for each kill
+FOR_EVER = 10**9
 CHANGES = {"train.clip_grad_norm": 0.5}
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=200)
+    options.add_argument("--full", type=int, default=20, help="drives of one rank that are full")
     options.add_argument("--frozen", type=int, default=10)
     options.add_argument("--seed", type=int, default=1)
     return options.parse_args()
@@ -58,6 +68,9 @@ class Tally:
     kills: int = 0
     runs: int = 0
     apart: int = 0  # times that ranks were found one commit apart
+    by_call: int = 0  # kills at a call on files
+    launchers: int = 0  # that were killed
+    alone: int = 0  # kills of one process in place of two
     slowest: float = 0.0  # seconds until a rank had ended that lost its peer
 
 
@@ -66,17 +79,26 @@ class Pair:
 
     def __init__(self, place: Place, second: Nursery) -> None:
         self.place, self._nurseries = place, (place.nursery, second)
+        self.calls = 1  # of a rank on its files in a whole run, about
 
-    def begin(self, recipe: Path) -> list[Child]:
+    def trace(self, recipe: Path) -> Trace:
+        return Trace(self.place.folder / "ranks.trace", recipe.parent)
+
+    def launched(self, recipe: Path) -> Child:
+        return self.place.begin("finetune", recipe, "--nproc", str(RANKS))
+
+    def begin(self, recipe: Path, *, rank_with: int = -1, seen: dict[str, str] | None = None) -> list[Child]:
+        """`seen`: more of the environment of rank `rank_with`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         common = {**self.place.environment, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        words, folder = ["finetune", str(recipe)], recipe.parent
-        return [
-            nursery.begin(words, folder=folder, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank, nursery in enumerate(self._nurseries)
-        ]
+        words, folder, children = ["finetune", str(recipe)], recipe.parent, list[Child]()
+        for rank, nursery in enumerate(self._nurseries):
+            more = seen if seen and rank == rank_with else {}
+            environment = {**common, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            children.append(nursery.begin(words, folder=folder, environment=environment))
+        return children
 
 
 @contextmanager
@@ -84,7 +106,8 @@ def paired(folder: Path) -> Iterator[Pair]:
     with placed(folder) as place:
         other = folder / "second"
         other.mkdir()
-        with Nursery(folder=other, environment=place.environment, models=[(place.model, 2, 32)]) as second:
+        environment = preloaded(place.environment, build(folder))
+        with Nursery(folder=other, environment=environment, models=[(place.model, 2, 32)]) as second:
             yield Pair(place, second)
 
 
@@ -103,19 +126,110 @@ def ending(recipe: Path) -> dict[str, Any]:
     return {"sums": sums, "losses": steps, "export": crashes.exported(recipe)}
 
 
-def check_commits(recipe: Path, tally: Tally) -> None:
-    """Raises Lost unless both folders hold a commit that is the same, or nothing was committed by both yet."""
-    offers = []
+def committed(recipe: Path, tally: Tally) -> int:
+    """Returns the step of the newest commit that all ranks have, of however many; -1: nothing was committed by all."""
+    found: dict[int, list[dict[int, int]]] = {}
     for store in stores(recipe):
         newest, _ = manifests.newest(store)
         assert newest is not None
-        older = manifests.before(store, newest)
-        offers.append({newest.commit, *([] if older is None else [older.commit])} - {0})
-    if len(offers) < RANKS or not all(offers):
-        return
-    tally.apart += len({max(one) for one in offers}) > 1
-    if not set.intersection(*offers):
-        raise Lost(f"{recipe}: no commit that all ranks have: {offers}")
+        both = [one for one in (newest, manifests.before(store, newest)) if one is not None and one.state == "committed"]
+        found.setdefault(rank_count(store), []).append({one.commit or one.step: one.step for one in both})
+    steps = [-1]
+    for count, commits in found.items():
+        common = set.intersection(*map(set, commits))
+        if len(commits) == count:
+            tally.apart += count > 1 and len({max(one, default=0) for one in commits}) > 1
+            steps += [commits[0][commit] for commit in common]
+    return max(steps)
+
+
+def killed(pair: Pair, recipe: Path, draw: random.Random, seconds: float, tally: Tally) -> bool:
+    """Kills a run in a way that is drawn. False: it came to its end before."""
+    way = draw.choice(WAYS)
+    if way == "one process":
+        return _killed_alone(pair.place.begin("finetune", recipe), recipe, draw.uniform(0, seconds), tally)
+    if way == "launcher":
+        return _killed_launcher(pair.launched(recipe), recipe, draw, seconds, tally)
+    if way == "call":
+        rank, call = draw.randrange(RANKS), draw.randrange(1, pair.calls)
+        seen = pair.trace(recipe).environment(fault=f"{call}:{call}:kill")
+        ends = over_together(pair.begin(recipe, rank_with=rank, seen=seen), tally)
+        if all(end.code == 0 for end in ends):
+            return False
+        if ends[rank].code != -signal.SIGKILL:
+            raise Lost(f"rank {rank}: exit code {ends[rank].code}\n{ends[rank].text}")
+        _check_survivor(1 - rank, ends[1 - rank])
+        tally.by_call += 1
+        return True
+    children = pair.begin(recipe)
+    if children[0].is_over(draw.uniform(0, seconds)):
+        for child in children:
+            _check(child.wait(), recipe)
+        return False
+    lost = draw.choice(({0}, {1}, {0, 1}))
+    for rank in lost:
+        children[rank].send(signal.SIGKILL)
+    survive(children, lost, ENDS, tally)
+    return True
+
+
+def over_together(children: list[Child], tally: Tally) -> list[Ended]:
+    """Waits until a rank has ended, and for the other, which ends in time."""
+    while not any(child.is_over(0.05) for child in children):
+        pass
+    begun = time.monotonic()
+    if not all(child.is_over(max(0.0, begun + ENDS - time.monotonic())) for child in children):
+        raise Lost(f"a rank still runs {ENDS:g} s after the other has ended")
+    tally.slowest = max(tally.slowest, time.monotonic() - begun)
+    return [child.wait() for child in children]
+
+
+def _killed_alone(child: Child, recipe: Path, after: float, tally: Tally) -> bool:
+    if child.is_over(after):
+        _check(child.wait(), recipe)
+        return False
+    child.kill()
+    child.wait()
+    tally.alone += 1
+    return True
+
+
+def _killed_launcher(launcher: Child, recipe: Path, draw: random.Random, seconds: float, tally: Tally) -> bool:
+    """Kills the launcher, or a rank, or both; all that it has started is gone in time."""
+    until = time.monotonic() + draw.uniform(seconds / 2, 3 * seconds)  # its ranks import all that a run needs first
+    ranks: list[int] = []
+    while time.monotonic() < until:
+        if launcher.is_over(0.02):
+            _check(launcher.wait(), recipe)
+            return False
+        ranks = ranks_of(launcher.pid) or ranks
+    begun, which = time.monotonic(), draw.choice(("launcher", "rank", "both"))
+    if which != "launcher" and ranks:
+        os.kill(draw.choice(ranks), signal.SIGKILL)
+    if which != "rank" or not ranks:
+        launcher.send(signal.SIGKILL)
+        tally.launchers += 1
+    while left := [pid for pid in (launcher.pid, *ranks) if is_there(pid)]:
+        if time.monotonic() > begun + ENDS + 2.0:  # the launcher looks for ranks that have ended, and ends the others
+            raise Lost(f"processes {left} still run {ENDS + 2.0:g} s after {which} was killed")
+        time.sleep(0.02)
+    launcher.wait()
+    return True
+
+
+def ranks_of(launcher: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def survive(children: list[Child], lost: set[int], seconds: float, tally: Tally) -> list[Ended]:
@@ -129,35 +243,61 @@ def survive(children: list[Child], lost: set[int], seconds: float, tally: Tally)
         children[rank].kill()
     ends = [child.wait() for child in children]
     for rank, end in enumerate(ends):
-        if rank not in lost and end.code not in (0, 1):
-            raise Lost(f"rank {rank}: exit code {end.code}\n{end.text}")
-        named = ("was lost", "is gone")  # by the first rank; another one says so in its log
-        if rank == 0 and rank not in lost and end.code == 1 and not any(words in end.text for words in named):
-            raise Lost(f"rank {rank} does not name the rank that was lost\n{end.text}")
+        if rank not in lost:
+            _check_survivor(rank, end)
     return ends
+
+
+def _check_survivor(rank: int, end: Ended) -> None:
+    if end.code not in (0, 1):
+        raise Lost(f"rank {rank}: exit code {end.code}\n{end.text}")
+    named = ("was lost", "is gone")  # by the first rank; another one says so in its log
+    if rank == 0 and end.code == 1 and not any(words in end.text for words in named):
+        raise Lost(f"rank {rank} does not name the rank that was lost\n{end.text}")
 
 
 def kill_some(pair: Pair, whole: dict[str, Any], seconds: float, *, kills: int, seed: int) -> Tally:
     draw, tally = random.Random(seed), Tally()
     while tally.kills < kills:
-        recipe = pair.place.recipe(f"seed{seed}-{tally.runs}", CHANGES)
+        recipe, least = pair.place.recipe(f"seed{seed}-{tally.runs}", CHANGES), -1
         for _ in range(min(EACH, kills - tally.kills)):
-            children = pair.begin(recipe)
-            if children[0].is_over(draw.uniform(0, seconds)):
-                for child in children:
-                    _check(child.wait(), recipe)
+            if not killed(pair, recipe, draw, seconds, tally):
                 break
-            lost = draw.choice(({0}, {1}, {0, 1}))
-            for rank in lost:
-                children[rank].send(signal.SIGKILL)
-            survive(children, lost, ENDS, tally)
             tally.kills += 1
-            check_commits(recipe, tally)
+            if (step := committed(recipe, tally)) < least:
+                raise Lost(f"{recipe}: step {least} was committed by all, and now only {step} is")
+            least = step
         for child in pair.begin(recipe):
             _check(child.wait(), recipe)
         if (ours := ending(recipe)) != whole:
             unlike = [name for name in whole if ours[name] != whole[name]]
             raise Lost(f"{recipe}: {', '.join(unlike)} are not those of one process")
+        tally.runs += 1
+        shutil.rmtree(recipe.parent)
+    return tally
+
+
+def fill_some(pair: Pair, whole: dict[str, Any], *, count: int, seed: int) -> Tally:
+    """Lets the drive of one rank be full from a random call on. The same command ends well on a drive that has room."""
+    draw, tally = random.Random(seed), Tally()
+    while tally.kills < count:
+        recipe, rank = pair.place.recipe(f"full{seed}-{tally.runs}", CHANGES), draw.randrange(RANKS)
+        trace = pair.trace(recipe)
+        children = pair.begin(
+            recipe, rank_with=rank, seen=trace.environment(fault=f"{draw.randrange(1, pair.calls)}:{FOR_EVER}:enospc")
+        )
+        first, *_ = ends = over_together(children, tally)
+        if {end.code for end in ends} not in ({0}, {1}, {4}):
+            raise Lost(f"rank {rank} with a full drive: exit codes {[end.code for end in ends]}\n{ends[rank].text}")
+        if first.code and f"rank {rank} on" not in first.text and rank > 0:
+            raise Lost(f"rank 0 does not name rank {rank}, whose drive is full\n{first.text}")
+        tally.kills += 1
+        for child in pair.begin(recipe):
+            _check(child.wait(), recipe)
+        if (ours := ending(recipe)) != whole:
+            raise Lost(
+                f"{recipe}: {', '.join(name for name in whole if ours[name] != whole[name])} are not those of one process"
+            )
         tally.runs += 1
         shutil.rmtree(recipe.parent)
     return tally
@@ -173,7 +313,7 @@ def freeze_some(pair: Pair, seconds: float, *, count: int, seed: int) -> Tally:
         children[rank].send(signal.SIGSTOP)
         survive(children, {rank}, FROZEN + ENDS, tally)
         tally.kills += 1
-        check_commits(recipe, tally)
+        committed(recipe, tally)
         shutil.rmtree(recipe.parent)
     return tally
 
@@ -190,10 +330,10 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         _check(pair.place.begin("finetune", one).wait(), one)
         whole = ending(one)
         two = pair.place.recipe("two", CHANGES)
-        begun = time.monotonic()
-        for child in pair.begin(two):
+        begun, trace = time.monotonic(), pair.trace(two)
+        for child in pair.begin(two, rank_with=1, seen=trace.environment()):
             _check(child.wait(), two)
-        seconds = time.monotonic() - begun
+        seconds, pair.calls = time.monotonic() - begun, len(trace.calls())
         if ending(two) != whole:
             raise Lost("two ranks that nobody kills do not end as one process")
 
@@ -205,9 +345,24 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         if result.get("failed"):
             rows.append(lost_row(what, f"{options.kills}", result))
         else:
-            note = f"{result['apart']} times one commit apart; a rank left alone ended in {result['slowest']:.1f} s"
+            note = (
+                f"{result['by_call']} at a call on files, {result['launchers']} of launchers, {result['alone']} of one process "
+                f"in place of two; {result['apart']} times one commit apart; a rank left alone ended in "
+                f"{result['slowest']:.1f} s"
+            )
             made = result["kills"]
             rows.append(holds(what, f"{options.kills}", f"{made}", made >= options.kills, note=note, values=result))
+
+        def filled() -> dict[str, Any]:
+            return asdict(fill_some(pair, whole, count=options.full, seed=options.seed))
+
+        result = setting.attempt(f"{options.full} full", filled)
+        what = "full drives of one rank, after which all end as one process"
+        if result.get("failed"):
+            rows.append(lost_row(what, f"{options.full}", result))
+        else:
+            full, note = result["kills"], f"both had ended {result['slowest']:.1f} s after one"
+            rows.append(holds(what, f"{options.full}", f"{full}", full >= options.full, note=note, values=result))
 
         def frozen() -> dict[str, Any]:
             return asdict(freeze_some(pair, seconds, count=options.frozen, seed=options.seed))
@@ -220,7 +375,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             found = result["kills"]
             note = f"slowest {result['slowest']:.1f} s"
             rows.append(holds(what, f"{options.frozen}", f"{found}", found >= options.frozen, note=note, values=result))
-    settings = {"kills": options.kills, "frozen": options.frozen, "seed": options.seed, "ranks": RANKS}
+    settings = {"kills": options.kills, "full": options.full, "frozen": options.frozen, "seed": options.seed, "ranks": RANKS}
     return setting.conclude(f"prove_ranks_run-{options.seed}", rows, settings)
 
 
