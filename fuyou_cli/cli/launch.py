@@ -32,6 +32,7 @@ _LOGS = "ranks"  # in an output_dir
 def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
     """Runs `fuyou WORDS` in `count` processes on this box, the ranks of one run. Raises the error of the first that fails."""
     from fuyou_cli.training.alike import refuse_keys
+    from fuyou_cli.training.peers import LAUNCHER
 
     if count < 1:
         raise UsageError(f"there is no run of {count} processes", hint="--nproc takes 2 or more; leave it out for one")
@@ -45,6 +46,7 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # whatever ends a rank is said once
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     package = str(Path(__file__).resolve().parents[2])  # so that the ranks run this very fuyou
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=os.urandom(8).hex(), rdzv_backend="c10d",

@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -41,6 +42,7 @@ _STARTED_BY = {
     "SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun",
     "NNODES": "a script for torchrun",
 }  # fmt: skip
+LAUNCHER = "FUYOU_LAUNCHER"  # in the environment of ranks that `--nproc` has started: its process
 _LINE = (
     "let torchrun start it, on every box: torchrun --nnodes 2 --node-rank 0 (1 on the other) --nproc-per-node 1 "
     "--master-addr BOX1 --master-port 29500 -m fuyou_cli finetune RECIPE; on one box fuyou finetune RECIPE --nproc 2"
@@ -349,13 +351,33 @@ def _shown(value: Any) -> str:
 # ---- joining -----------------------------------------------------------------------------------------------------------
 
 
+def _while_waiting(begin: Callable[[], Any]) -> Any:
+    """Returns what `begin` returns, which waits inside torch, where no signal ends it. Ctrl-C ends this process without it, and
+    so does the end of the launcher, which nobody else would notice before ranks are connected."""
+    waiting = Future[Any]()
+
+    def work() -> None:
+        try:
+            waiting.set_result(begin())
+        except (RuntimeError, OSError, ValueError) as error:
+            waiting.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(timeout=_BEAT)
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+            raise FuyouError("the launcher of this rank is gone", hint="start all ranks again: they go on from the last commit")
+    return waiting.result(timeout=0)
+
+
 def _joined_store(place: Place) -> Any:
     """Returns the store that all ranks meet in. Raises UsageError if they do not come."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     try:
-        store, _, _ = next(rendezvous("env://", timeout=_JOINING))
+        store, _, _ = _while_waiting(lambda: next(rendezvous("env://", timeout=_JOINING)))
     except (RuntimeError, OSError) as error:
         raise UsageError(
             f"rank {place.rank} of {place.count} cannot join at {place.address}:{place.port}: {one_line(str(error))}",
@@ -385,8 +407,10 @@ def _joined_gloo(place: Place, store: Any, hosts: Sequence[str], *, one_box: boo
         os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
         # nothing goes through the first group: it finds out in time whether the boxes reach one another
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_CONNECTING)
-        of_steps, farewells = (dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(2))
+        _while_waiting(
+            lambda: dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_CONNECTING)
+        )
+        of_steps, farewells = _while_waiting(lambda: [dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(2)])
         return Ranks(of_steps, hosts), farewells
     except RuntimeError as error:
         raise UsageError(
