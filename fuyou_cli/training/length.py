@@ -341,10 +341,8 @@ def learning_rate(recipe: Recipe, total_steps: int, *, peak_after_warmup: bool =
 class RunLimits:
     """Checks the limits of one process. Call `begin` before its first step, and `took` after each step."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, *, ranks: int = 1) -> None:
-        """`ranks`: on this box, each of which may write as much of `offload.ssd_write_limit`."""
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self._plan, self._seconds, self._bytes = plan, recipe.train.max_time, recipe.offload.ssd_write_limit
-        self._ranks = ranks
         self._interval = (plan.commit_every if plan.has_apart_commits else None) or 1
         self._took: deque[float] = deque(maxlen=self._interval)  # seconds of the last steps, including one with a commit
         self._first = self._step = self._begin = 0
@@ -361,9 +359,9 @@ class RunLimits:
     def reached(self, *, seconds: float, written: int) -> str | None:
         """Returns a message with the limit that another step would exceed, or None if the step may begin. `seconds`: since the
         run was opened."""
-        return self._time(seconds) or self._writes(written)
+        return self.time(seconds) or writes(self._bytes, written, self.due(written), written_by_step(self._plan))
 
-    def _time(self, seconds: float) -> str | None:
+    def time(self, seconds: float) -> str | None:
         following = max(self._took, default=0.0)
         if len(self._took) < self._interval:  # no step with a commit was seen yet
             following += self._plan.predicted.commit_seconds
@@ -372,16 +370,18 @@ class RunLimits:
         step = f", and the next step may take {duration(following)}" if following else ""
         return f"train.max_time={format_time(self._seconds)}: {duration(seconds)} have passed{step}"
 
-    def _writes(self, written: int) -> str | None:
-        plan, step = self._plan, written_by_step(self._plan)
-        if self._bytes is None:
-            return None
-        due = self._begin + _written(plan, self._step - self._first, done=self._first)
-        if max(written, due) + step + saved_where_it_stops(plan) <= self._bytes // self._ranks:
-            return None
-        whose = f" by one of {self._ranks} ranks" if self._ranks > 1 else ""
-        limit = f"offload.ssd_write_limit={format_size(self._bytes)}"
-        return f"{limit}: {gb(written)} were written{whose}, and a step writes {gb(step)}"
+    def due(self, written: int) -> int:
+        """Returns the bytes that the run has written once another step is over and saved."""
+        plan, done = self._plan, self._begin + _written(self._plan, self._step - self._first, done=self._first)
+        return max(written, done) + written_by_step(plan) + saved_where_it_stops(plan)
+
+
+def writes(limit: int | None, written: int, due: int, step: int) -> str | None:
+    """Returns a message where another step would write more than a limit, None where it would not. Of ranks all of these are
+    sums over those of a box."""
+    if limit is None or due <= limit:
+        return None
+    return f"offload.ssd_write_limit={format_size(limit)}: {gb(written)} were written, and a step writes {gb(step)}"
 
 
 def check_loading(recipe: Recipe, plan: Plan) -> None:

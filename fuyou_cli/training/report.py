@@ -162,6 +162,18 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankFigures:
+    """What one of several ranks did in a run."""
+
+    host: str
+    read_per_step: int
+    written_per_step: int
+    written_total: int
+    ram_peak: int
+    waits: dict[str, Seconds]  # cause -> seconds per step, median
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     """A whole run. Figures per step are those of its typical steps (`Steps`)."""
 
@@ -187,6 +199,19 @@ class RunReport:
     assumed: bool = False  # whether the plan's rates were assumed
     attention: str = ""  # what computed attention; empty if not known
     best: str = ""  # which weights `eval.keep_best` has kept, and where; empty without it
+    ranks: tuple[RankFigures, ...] = ()  # of several, whose first one's figures the others are
+
+    @property
+    def written_by_all(self) -> int:
+        """Returns the bytes that all ranks have written to their stores."""
+        return sum(rank.written_total for rank in self.ranks) or self.written_total
+
+    def of_rank(self, host: str) -> RankFigures:
+        """Returns the figures of the rank whose report this is."""
+        return RankFigures(
+            host=host, read_per_step=self.read_per_step, written_per_step=self.written_per_step,
+            written_total=self.written_total, ram_peak=self.ram_peak, waits=self.waits,
+        )  # fmt: skip
 
 
 # ---- one step's intervals ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from ..core.errors import (
     SwapError,
     UsageError,
 )
+from ..core.json_files import from_json
 from ..core.process import Patience
 from ..core.units import gib
 from ..data.batches import lay_out
@@ -47,11 +49,12 @@ from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Arena
 from .adapting import added_values
 from .evaluation import AnyReport, Evaluations
-from .length import RunLimits, learning_rate
+from .length import RunLimits, learning_rate, writes, written_by_step
 from .loggers import Trace
 from .numerics import gpu_most
+from .peers import box_sums
 from .prepare import Planned, Ready
-from .report import RunReport, StepReport, Steps, run_report, settling_steps
+from .report import RankFigures, RunReport, StepReport, Steps, run_report, settling_steps
 from .run_folders import RunFolders
 from .state.saver import Saver, Standing, seed_generators
 from .state.storage import StageFiles
@@ -86,7 +89,7 @@ class Run:
             self.standing.run = self._peers.of_first("run", lambda: self.standing.run)
         self._announce = announce
         self.stopping = StopRequests(announce, may_abandon=self._may_abandon, at_stake=self._at_stake, to_the_end=ends_process)
-        self._limits = RunLimits(planned.recipe, planned.plan, ranks=1 if self._peers is None else self._peers.local_count)
+        self._limits = RunLimits(planned.recipe, planned.plan)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
         self._announced_peak = 0  # bytes of RAM over the budget that were said
@@ -211,10 +214,8 @@ class Run:
             limit = None
             self._evaluate(on_evaluation)
             while self.step < self.planned.total_steps and not self._evaluations.stop:
-                limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
-                if limit:
-                    self._announce(f"{limit};\nstopping and saving the state")
-                report = None if self._is_to_stop(limit) else self._one_step()
+                stops, limit = self._is_to_stop()
+                report = None if stops else self._one_step()
                 if report is None:
                     self.executor.abandon()
                     break
@@ -235,16 +236,23 @@ class Run:
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
         self.stopping.doing = "over"
 
-    def _is_to_stop(self, limit: str | None) -> bool:
-        """Tells whether the run stops before its next step: on request, or where a limit is reached. Ranks stop together,
+    def _is_to_stop(self) -> tuple[bool, str | None]:
+        """Tells whether the run stops before its next step, and which limit is reached, if that is why. Ranks stop together,
         before the same step, as soon as one has a reason."""
-        stops = self.stopping.requested or limit is not None
+        seconds, first = time.monotonic() - self._began, None
         if self._peers is None:
-            return stops
-        first = self._peers.asking(stops)
-        if first is not None and not stops:
+            limit = self._limits.reached(seconds=seconds, written=self._written)
+        else:
+            limit = self._limits.time(seconds)
+            most = self.planned.recipe.offload.ssd_write_limit
+            tells = (most or 0, self._written, self._limits.due(self._written), written_by_step(self.plan))
+            first, told = self._peers.asking(self.stopping.requested or limit is not None, tells)
+            limit = limit or next(filter(None, (writes(*sums) for sums in box_sums(self._peers.boxes, told))), None)
+        if limit:
+            self._announce(f"{limit};\nstopping and saving the state")
+        elif first is not None and not self.stopping.requested and self._peers is not None:
             self._announce(f"{self._peers.named(first)} stops: stopping and saving the state")
-        return first is not None
+        return limit is not None or first is not None or (self._peers is None and self.stopping.requested), limit
 
     def _evaluate(self, on_evaluation: Callable[[AnyReport], None]) -> None:
         """Evaluates where that is due after the last step; a request to stop ends it at once."""
@@ -423,7 +431,7 @@ class Run:
     def report(self) -> RunReport:
         """Sums up the run."""
         implementation, kernel = self.planned.anatomy.model.config._attn_implementation, self.executor.attention.kernel
-        return run_report(
+        report = run_report(
             self._steps,
             losses=self.losses,
             flops_per_token=self.planned.whole.flops_per_token,
@@ -436,6 +444,10 @@ class Run:
             attention=f"{implementation}, {kernel}" if kernel else str(implementation),
             best=self._evaluations.best,
         )
+        if (peers := self._peers) is None:
+            return report
+        told = peers.all_gather("figures", asdict(report.of_rank(peers.hosts[peers.rank])))
+        return replace(report, ranks=tuple(from_json(RankFigures, one) for one in told))
 
 
 def _unreached(model: ModelSpec, reached: set[str]) -> str:

@@ -32,7 +32,19 @@ from ..core.json_files import from_json, parsed
 from ..core.paths import is_file, open_plain
 from ..recipe.load import load_recipe
 from ..recipe.named import find_recipe, shipped_recipes
-from .report import BestReport, Busy, Compared, EvalReport, RunReport, SampleReport, Seconds, StepReport, Steps, run_report
+from .report import (
+    BestReport,
+    Busy,
+    Compared,
+    EvalReport,
+    RankFigures,
+    RunReport,
+    SampleReport,
+    Seconds,
+    StepReport,
+    Steps,
+    run_report,
+)
 from .state import manifest as manifests
 from .state.manifest import Change
 
@@ -114,7 +126,9 @@ class JsonlLog:
         steps misses requests in flight at a step's end; saving writes what is kept in RAM (`saved_bytes`)."""
         self.timeline(report)
         self._experts()
-        totals = {"written_total": report.written_total, "settled": report.settled}
+        totals: dict[str, object] = {"written_total": report.written_total, "settled": report.settled}
+        if report.ranks:
+            totals["ranks"] = [asdict(rank) for rank in report.ranks]
         self.write(
             "end", {**moved, **totals, "saved_bytes": saved_bytes, "compared": [line.as_data() for line in report.compared]}
         )
@@ -276,6 +290,7 @@ class LoggedEnd:
     compared: tuple[dict[str, Any], ...] = ()  # `Compared.as_data`
     written_total: int = 0
     settled: int = 0
+    ranks: tuple[RankFigures, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,7 +391,9 @@ class History:
                 for what, predicted, measured in pairs
             )
         timeline, stalls = self._timeline.intervals, self._timeline.stalls
-        return replace(report, timeline=timeline, timeline_stalls=stalls, assumed=plan.assumed, compared=compared)
+        return replace(
+            report, timeline=timeline, timeline_stalls=stalls, assumed=plan.assumed, compared=compared, ranks=self._end.ranks
+        )
 
 
 def _read_as(kind: type[LogRecord], record: dict[str, Any]) -> LogRecord:

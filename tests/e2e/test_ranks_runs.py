@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -149,6 +150,13 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
     assert_alike(ranks, one)
     assert (ranks.out / "ranks" / "1.log").is_file() and not (ranks.out / "ranks" / "0.log").exists()
 
+    figures = json.loads((ranks.out / "log.jsonl").read_text().splitlines()[-1])["ranks"]
+    assert len(figures) == 2 and all(rank["written_per_step"] > 0 for rank in figures)
+    written = [manifests.read(path.parent).written_total for path in ranks.folder.rglob(manifests.NAME)]  # type: ignore[union-attr]
+    assert sorted(rank["written_total"] for rank in figures) == sorted(written)
+    reported = ranks.done("report", ranks.out).stdout
+    assert "by the stores of 2 ranks" in reported and f"rank 1 on {socket.gethostname()}" in reported
+
     with two_torchruns(torchrun, "offload.max_memory.cpu=auto") as boxes:
         for box in boxes:
             ended(box)
@@ -219,20 +227,37 @@ def torchrun(project: Project, count: int, *words: str) -> tuple[str | Path, ...
     )
 
 
+def full_drive(launcher: subprocess.Popen[str], rank: int) -> str:
+    """Lets one rank write no more, and returns what all have written, who end in time."""
+    ranks = ranks_of(launcher.pid)
+    resource.prlimit(ranks[rank], resource.RLIMIT_FSIZE, (4096, 4096))
+    begun = time.monotonic()
+    while any(map(is_there, ranks.values())):
+        assert time.monotonic() - begun < ENDS, "ranks go on"
+        time.sleep(0.02)
+    out, _ = launcher.communicate(timeout=HANGS)
+    return out
+
+
 @pytest.mark.slow  # eleven processes, one after the other
 def test_another_number_of_ranks_goes_on_as_one_process(new_project: NewProject, materials: Path) -> None:
-    """1, 2, 4, 3 and 1 processes train a run in turn: losses, states and export of one, bit for bit, and nothing is left of
-    those before."""
+    """1, 2, 4, 3 and 1 processes train a run in turn, and the drive of one is full: losses, states and export of one process,
+    bit for bit, and nothing is left of those before."""
     blocks = write_llama(materials, "four-blocks", hidden_size=32, intermediate_size=64, num_hidden_layers=4)
     one, many = (new_project(name, {**CHANGES, "model.name_or_path": str(blocks)}) for name in ("one", "many"))
     one.done("finetune", one.recipe, "--assume-rates")
     for number, count in enumerate((1, 2, 4, 3), start=1):
-        words = fuyou(many) if count == 1 else torchrun(many, count)
+        words = {1: fuyou(many), 2: fuyou(many, "--nproc", "2")}.get(count, torchrun(many, count))
         with started(many, *words) as process:
             until_step(many, 8 * number)
-            os.kill(process.pid if count == 1 else ranks_of(process.pid)[0], signal.SIGUSR1)
-            out, _ = process.communicate(timeout=HANGS)
-            assert f"stopped after step {max(many.losses())} of {STEPS}" in out, out
+            if count == 2:
+                out = full_drive(process, rank=1)
+                assert process.returncode == 1 and f"rank 1 on {socket.gethostname()} has failed: " in out, out
+                assert "store.bin" in out, out
+            else:
+                os.kill(process.pid if count == 1 else ranks_of(process.pid)[0], signal.SIGUSR1)
+                out, _ = process.communicate(timeout=HANGS)
+                assert f"stopped after step {max(many.losses())} of {STEPS}" in out, out
         assert len(list((many.out / "store").iterdir())) == count, "folders of another number of ranks are left"
     done = many.done("finetune", many.recipe, "--assume-rates")
     assert "bringing the state after step" in done.stderr
@@ -251,6 +276,19 @@ def test_what_cannot_be_started_is_refused_before_it_is(project: Callable[[str],
         refused = one.fuyou("finetune", one.recipe, *words)
         assert refused.returncode == 2 and refused.stderr.count("error: ") == 1 and message in refused.stderr, refused.stderr
     assert not one.out.exists()
+
+
+def test_a_rank_that_waits_for_others_can_be_stopped(project: Callable[[str], Project]) -> None:
+    one, port = project("one"), free_port()
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with started(one, *fuyou(one), RANK="0", LOCAL_RANK="0", **place) as first:
+        until = time.monotonic() + HANGS
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < until and first.poll() is None
+            time.sleep(0.05)
+        first.terminate()
+        out, _ = first.communicate(timeout=ENDS)
+    assert first.returncode == 130 and out.endswith("interrupted\n"), out
 
 
 def test_the_newer_run_is_the_recipes(project: Callable[[str], Project]) -> None:

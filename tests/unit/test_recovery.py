@@ -11,7 +11,8 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.peers import Place, place_of
+from fuyou_cli.training.length import writes
+from fuyou_cli.training.peers import Place, box_sums, place_of
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.manifest import Manifest, RankShare
@@ -224,6 +225,15 @@ def test_what_was_brought_is_removed_where_it_was(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
     remove_elsewhere(folder, "a", K, also=(), say=print)
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_limits_of_writes_are_of_boxes() -> None:
+    """Ranks of one box share its limit, and each tells the same of it."""
+    told = [(100, 30, 45, 15), (100, 35, 55, 20), (0, 900, 950, 50)]
+    (one, other) = box_sums(["a", "a", "b"], told)
+    assert (one, other) == ((100, 65, 100, 35), (None, 900, 950, 50))
+    assert writes(*one) is None and writes(*other) is None
+    assert "65 B were written" in (writes(99, 65, 100, 35) or "")
 
 
 # ---- environments ------------------------------------------------------------------------------------------------------

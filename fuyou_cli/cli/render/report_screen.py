@@ -36,12 +36,12 @@ def show_summary(console: Console, report: RunReport) -> None:
         ("loss", from_to(report.losses, shapes.arrow)),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
         ("waiting", f"{waiting(report.stalls)}, over all steps"),
-        ("written", f"{gb(report.written_total)} to the ssd"),
+        ("written", f"{gb(report.written_by_all)} to the ssd"),
         *([("attention", report.attention)] if report.attention else []),
         *([("best", report.best)] if report.best else []),
         ("output", report.output_dir),
     ]
-    pairs(console, rows)
+    pairs(console, [*rows, *ranks(report)])
     show_compared(console, report)
     show_loss(console, report.losses)
     show_timeline(console, report.timeline)
@@ -125,7 +125,7 @@ def show_report(console: Console, history: History) -> None:
         heading(console, "Memory", "as planned")
         _table(console, ("tier", "what", "size", "share"), rows, names=2)
     heading(console, "The ssd")
-    pairs(console, [*store(history), *wear(history)])
+    pairs(console, [*store(history), *wear(history), *ranks(history.report)])
     show_timeline(console, history.report.timeline)
 
 
@@ -315,17 +315,31 @@ def store(history: History) -> Pairs:
     return rows
 
 
+def ranks(report: RunReport) -> Pairs:
+    """Says of each of several ranks what it moved in a step, and how long it waited for others."""
+    rows = []
+    for number, rank in enumerate(report.ranks):
+        others = sum(seconds for cause, seconds in rank.waits.items() if cause.startswith("boundary of rank "))
+        moved = f"{gb(rank.read_per_step)} read and {gb(rank.written_per_step)} written per step"
+        waited = f"compute waited {brief(others)} of it for other ranks"
+        rows.append((f"rank {number} on {rank.host}", f"{moved}, {waited}, peak RAM {gib(rank.ram_peak)}"))
+    return rows
+
+
 def wear(history: History) -> Pairs:
     """Says what the run wrote to its drives, and its share of their rated writes."""
     report, drives = history.report, history.plan.drives
-    rows = [("in all", f"{gb(report.written_total)} written by the store, by this run and those it resumed")]
-    each = report.written_total / max(1, len(drives))
+    stores = f"the stores of {len(report.ranks)} ranks" if report.ranks else "the store"
+    rows = [("in all", f"{gb(report.written_by_all)} written by {stores}, by this run and those it resumed")]
+    here = [rank for rank in report.ranks if rank.host == report.ranks[0].host]  # whose drives these are
+    per_step = sum(rank.written_per_step for rank in here) or report.written_per_step
+    each = (sum(rank.written_total for rank in here) or report.written_total) / max(1, len(drives))
     for drive in drives:
         if not drive.rated_bytes:
             rows.append((drive.model or "drive", "its rated writes are not known"))
             continue
-        left = (drive.rated_bytes - drive.used_bytes - each) / max(1.0, report.written_per_step / len(drives))
-        more = f"; {left:,.0f} more such steps reach it" if 0 < left < 1e9 and report.written_per_step else ""
+        left = (drive.rated_bytes - drive.used_bytes - each) / max(1.0, per_step / len(drives))
+        more = f"; {left:,.0f} more such steps reach it" if 0 < left < 1e9 and per_step else ""
         share = f"{100 * each / drive.rated_bytes:.2g}% of its {gb(drive.rated_bytes)} of rated writes"
         rows.append((drive.model or "drive", share + more))
     return rows
@@ -368,7 +382,7 @@ def page(history: History) -> str:
         typical=typical(report).removeprefix("of one step, "),
         verdict=verdict(report),
         memory=memory(history),
-        ssd=[*store(history), *wear(history)],
+        ssd=[*store(history), *wear(history), *ranks(report)],
         timeline=Markup(timeline),
     )
 
@@ -382,5 +396,5 @@ def _tiles(history: History) -> list[tuple[str, str]]:
         ("tokens per second", speed(report.tokens_per_second)),
         ("one step", brief(report.step_seconds)),
         (f"peak RAM, {gib(report.ram_budget)} allowed", gib(report.ram_peak)),
-        ("written to the ssd", gb(report.written_total)),
+        ("written to the ssd", gb(report.written_by_all)),
     ]
