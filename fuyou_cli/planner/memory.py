@@ -61,6 +61,9 @@ MOST_PRODUCTS = 1024  # oneDNN forgets older ones
 # Where no visit gives pages back, the heap grows by DRIFT beyond what is charged. Measured: scripts/results/TRIED.md.
 CREEP, DRIFT = 0.25, 0.35
 READ_BACK = 32 * MiB  # of the arena, through which a saved state is read and compared with its sums
+# Pieces of a checkpoint on their way to a stage's weights, 4 Mi elements at once. Most is taken where float32 becomes int8:
+# 16 MiB as read, 16 in the dtype of compute, 8 in float16 and 16 in float32 again.
+LOADING_PIECES = 64 * MiB
 _CHOSEN = "of every token, from forward to backward"
 
 
@@ -197,7 +200,7 @@ def outside_arena(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
 def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, spans: Layout) -> dict[str, int]:
     """Returns, by phase, the most anonymous and kernel bytes that the process takes."""
     largest_slot = max((slots.weight_size for slots in spans.slot_classes), default=0)
-    load = hardware.process_bytes + BASE_SLACK + _loaded(spans.stages) + 2 * largest_slot + 64 * MiB
+    load = hardware.process_bytes + BASE_SLACK + _loaded(spans.stages) + 2 * largest_slot + LOADING_PIECES
     train = spans.arena_size + sum(outside_arena(model, hardware, request, spans.arena_size).values())
     return {"load": load, "train": train, "export": train}
 
