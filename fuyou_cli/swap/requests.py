@@ -13,7 +13,6 @@ from ..spec.model import Dtype, Rule, StateDtype
 from ..spec.plan import IoPlan
 from .native import DTYPES, NOWHERE, ffi, lib
 
-_REQUESTS = 4096  # of a run
 _OF_A_PLAN = ("backend", "read_depth", "write_depth", "update_threads", "chunk_params", "block_size")
 
 
@@ -25,7 +24,8 @@ class DaemonOptions:
     read_depth: int = 8  # most reads in flight
     write_depth: int = 8
     update_threads: int = 1
-    requests: int = 256  # most requests that are accepted and not yet waited for
+    # Most requests that are accepted and not yet waited for: all that the library has. Of frozen experts one stage is hundreds.
+    requests: int = 4096
     chunk_params: int = 1 << 18  # parameters of one update chunk; a multiple of 16384
     block_size: int = 1 << 20  # most bytes of one I/O; a multiple of 4096
     scratch_offset: int = 0  # arena span of the update chunks
@@ -36,9 +36,7 @@ class DaemonOptions:
     def of(cls, io: IoPlan, *, data_sums: bool) -> DaemonOptions:
         """Returns the options for a run's plan."""
         same = {name: getattr(io, name) for name in _OF_A_PLAN}
-        return cls(
-            **same, scratch_offset=io.scratch.offset, scratch_size=io.scratch.size, requests=_REQUESTS, data_sums=data_sums
-        )
+        return cls(**same, scratch_offset=io.scratch.offset, scratch_size=io.scratch.size, data_sums=data_sums)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

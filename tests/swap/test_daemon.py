@@ -238,6 +238,12 @@ def test_more_requests_than_agreed_are_refused(machine: Build) -> None:
     m.daemon.wait(m.daemon.write(8192, 8192, 4096))
 
 
+def test_thousands_of_requests_may_be_open(machine: Build) -> None:
+    m = machine(requests=DaemonOptions().requests)
+    for ticket in [m.daemon.read(0, 0, 4096) for _ in range(4096)]:
+        m.daemon.wait(ticket)
+
+
 def test_a_forked_child_is_refused(machine: Build) -> None:
     """The child's exit status says what it saw; it must not hang, crash or move a byte."""
     m = machine()
