@@ -25,6 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("fuyou_cli", "tests", "scripts", "recipes", "native", "pyproject.toml", "README.md", "ARCHITECTURE.md")
 LIMIT = 900  # seconds of the tests of one mutation
+HANGS = 90  # seconds of one test: mutated code may wait for ever
 
 
 class Mutation(NamedTuple):
@@ -81,7 +82,7 @@ ENGINE = (
     Mutation(
         "if index not in self.touched:\n                self.flat[spec.offset : end].zero_()",
         "if False:\n                pass",
-        "engine/test_squares.py engine/test_exact.py engine/test_freezing.py",
+        "engine/test_squares.py",
     ),
     Mutation(
         "if index in self.touched:\n            add_in_pieces(target, gradient)",
@@ -112,7 +113,7 @@ ENGINE = (
     Mutation(
         "if not math.isfinite(value):\n            not_finite =",
         "if math.isnan(value):\n            not_finite =",
-        "engine/test_numerics_errors.py engine/test_squares.py",
+        "engine/test_squares.py",
     ),
     Mutation(
         "return Route.of(chosen, experts, self._routing.compared(key, chosen))",
@@ -176,9 +177,9 @@ STATE = (
     Mutation(
         "self.residency.commits.base = saved.step",
         "self.residency.commits.base = 0",
-        "e2e/test_saved_state.py e2e/test_going_back.py",
+        "e2e/test_going_back.py",
     ),
-    Mutation("restore_generators(saved.random, self.device.torch_device)", "pass", "e2e/test_saved_state.py"),
+    Mutation("restore_generators(saved.random, self.device.torch_device)", "pass", "e2e/test_going_back.py"),
     Mutation("held = min(first, os.fstat(file.fileno()).st_size // _LOSS.size)", "held = first", "unit/test_losses.py"),
     Mutation(
         "if saved.step > total_steps:",
@@ -188,7 +189,7 @@ STATE = (
     Mutation(
         "is_older = older is not None and older.run == manifest.run and",
         "is_older = older is not None and",
-        "hostile/test_stores.py e2e/test_going_back.py e2e/test_after_a_run.py",
+        "hostile/test_stores.py",
     ),
     Mutation(
         "manifests.write(self.folder, manifest, keep=last is not None)",
@@ -211,7 +212,7 @@ RECIPE_AND_CLI = (
     ),
     Mutation("if recipe.dataset.streaming and recipe.train.max_steps is None:", "if False:", "recipe/test_rules.py"),
     Mutation("if len(raw) > MAX_BYTES:", "if len(raw) > 100 * MAX_BYTES:", "hostile/test_json_files.py"),
-    Mutation("if references > _MOST_REFERENCES:", "if False:", "recipe/test_any_input.py recipe/test_errors.py"),
+    Mutation("if references > _MOST_REFERENCES:", "if False:", "recipe/test_errors.py"),
     Mutation(
         "(diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column)",
         "(False, 0, 0)",
@@ -256,7 +257,7 @@ CHECKPOINT_AND_SWAP = (
         'place = _at(target[first * NF4_BLOCK // 4 :], "uint8_t[]")',
         "swap/test_quantised.py",
     ),
-    Mutation("requests=_REQUESTS,", "requests=16,", "engine/test_device_copies.py engine/test_equal_bits.py"),
+    Mutation("requests: int = 4096", "requests: int = 16", "swap/test_daemon.py"),
     Mutation('"lion": lib.FY_LION', '"lion": lib.FY_ADAMW', "swap/test_kernels.py"),
 )
 ROOMS = {
@@ -283,7 +284,8 @@ def judged(copy: Path, mutation: Mutation) -> tuple[str, float]:
     begin, before = time.monotonic(), path.read_text(encoding="utf-8")
     named = [copy / "tests" / name for name in mutation.tests.split()]
     tests = sorted({str(test if test.exists() else test.parent) for test in named})
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]
+    ends = ["-o", f"faulthandler_timeout={HANGS}", "-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *ends, *tests]
     path.write_text(before.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
         ended = subprocess.run(

@@ -73,9 +73,10 @@ def assert_divided(batch: Batch, numerics: Numerics) -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("sweeps", [1, 2, 4])
 @examples(share_fixtures=True)
-@given(lengths=lengths_of_rows)
-def test_every_row_is_in_one_micro_batch(padding: Padding, sweeps: int, lengths: list[int]) -> None:
-    numerics, rows = replace(NUMERICS, padding=padding), rows_of(lengths)
+@given(lengths=lengths_of_rows, step=some.sampled_from([16, 24]))
+def test_every_row_is_in_one_micro_batch(padding: Padding, sweeps: int, lengths: list[int], step: int) -> None:
+    """`step`: one that divides the widest micro-batch, and one that does not."""
+    numerics, rows = replace(NUMERICS, padding=padding, width_step=step), rows_of(lengths)
     batch = lay_out(rows, range(8), pad_id=0, numerics=numerics, sweeps=sweeps)
     assert_holds(batch, rows, list(range(8)))
     assert_divided(batch, numerics)
@@ -131,6 +132,10 @@ def test_cost_follows_tokens() -> None:
 def test_rows_of_one_length_are_dealt_as_before() -> None:
     assert next(deal([64] * 8, NUMERICS)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert next(deal([64] * 8, replace(NUMERICS, padding="micro_batch"))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_rows_of_like_length_share_their_padding() -> None:
+    assert next(deal([8, 64, 16, 64], replace(NUMERICS, padding="micro_batch"))) == [[1, 3], [2, 0]]
 
 
 @examples()
@@ -250,14 +255,19 @@ def three() -> list[Sample]:
 
 
 @pytest.mark.parametrize(
-    ("overlong", "lengths", "truncated", "dropped", "split"),
-    [("truncate", [3, 4, 4], 1, 0, 0), ("drop", [3, 4], 0, 1, 0), ("split", [3, 4, 4, 2, 4], 0, 0, 1)],
+    ("overlong", "lengths", "told"),
+    [
+        ("truncate", [3, 4, 4], {"truncated": 1, "lost": 6}),
+        ("drop", [3, 4], {"dropped": 1, "lost": 10}),
+        ("split", [3, 4, 4, 2, 4], {"split": 1}),
+    ],
 )
-def test_overlong_samples(overlong: str, lengths: list[int], truncated: int, dropped: int, split: int) -> None:
+def test_overlong_samples(overlong: str, lengths: list[int], told: dict[str, int]) -> None:
     counts = Counts()
     rows = list(pack(three(), packing=False, overlong=overlong, max_seq_len=4, counts=counts))
     assert [len(tokens) for tokens, _ in rows] == lengths
-    assert (counts.samples, counts.truncated, counts.dropped, counts.split) == (3, truncated, dropped, split)
+    assert counts.samples == 3
+    assert {name: getattr(counts, name) for name in ("truncated", "dropped", "split", "lost") if getattr(counts, name)} == told
 
 
 @pytest.mark.parametrize("packing", [False, "concat"])

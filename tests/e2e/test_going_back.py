@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.state import at_rest as verify
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.saver import captured_generators
 
 from .conftest import CommandIn, NewProject, Project, WholeOf, ended
 from .running import STEPS, interrupt, loaded_run, manifest_of, run_of, stop, store_of, train
@@ -129,6 +131,22 @@ def test_the_states_of_generators_are_there_from_the_first_commit_on(new_project
             train(project, _dies_at(1, 1))
         found.append(manifest_of(project).random)
     assert found[0] and found[0] == found[1]
+
+
+def test_generators_go_on_as_they_were(stopped: Project) -> None:
+    """Of Python and NumPy, too: a model's own code may draw from them."""
+    with loaded_run(stopped):
+        assert captured_generators(torch.device("cpu")) == manifest_of(stopped).random
+
+
+def test_what_a_stop_saved_between_commits_stays_until_the_next(stopped: Project, whole: WholeOf) -> None:
+    """Its extents are none that updates may write over."""
+    expected, said = whole().losses, list[str]()
+    stopped.write_recipe({"train.max_steps": STEPS, "checkpoint.commit_every_steps": 4})
+    with pytest.raises(Died):
+        train(stopped, _dies_at(4, 3))
+    assert train(stopped, say=said.append)[0] == expected
+    assert not [text for text in said if "damaged" in text]
 
 
 def test_who_insists_leaves_at_once(new_project: NewProject) -> None:

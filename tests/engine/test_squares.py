@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.core.errors import NumericsError
 from fuyou_cli.engine import gradients
 from fuyou_cli.engine.devices import gpu_kernels as square_kernels
 from fuyou_cli.engine.devices import open_device
@@ -25,8 +27,10 @@ from fuyou_cli.engine.devices.gpu_kernels import squares_in_lanes
 from fuyou_cli.planner import device as device_rules
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.schedule import Visit
+from fuyou_cli.spec.model import TensorSpec
 from fuyou_cli.swap import kernels
 from tests.emulated import EmulatedDevice
+from tests.planner.models import stage
 
 from .families import llama
 from .measuring import Seen
@@ -293,6 +297,30 @@ def test_a_sum_waits_for_the_oldest_download_alone(subject: Subject, tmp_path: P
         monkeypatch.setattr(rig.executor.visits.sums, "open", observed)
         rig.run(1)
         assert opened == [3, 2, 1, 0]
+
+
+# ---- what a sum and its squares say ---------------------------------------------------------------------------------
+
+
+PADDED = replace(
+    stage(0, "block", 64),
+    tensors=tuple(TensorSpec(name=n, shape=(3,), offset=at, numel=3, decay=True) for n, at in (("a", 0), ("b", 8))),
+)
+
+
+def test_what_has_no_gradient_is_zero() -> None:
+    """The update reads all of the memory, which held something else before."""
+    total = gradients.GradientSum(stage=PADDED, flat=torch.full((16,), 7.0))
+    total.add(0, torch.tensor([1.0, 2.0, 3.0]))
+    total.complete()
+    assert total.flat.tolist() == [1.0, 2.0, 3.0, *[0.0] * 13]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_gradients_that_are_not_finite_are_named(wrong: float) -> None:
+    summed = torch.tensor([1.0, 2.0, 3.0, *[0.0] * 5, 1.0, wrong, 2.0])
+    with pytest.raises(NumericsError, match=r"step 3: 1 gradients of b \(stage 0\) are not finite"):
+        gradients.squared_norm(PADDED, [14.0, 5.0 + wrong * wrong], summed, step=3, changed=False, reached=set())
 
 
 # ---- sums in pieces ------------------------------------------------------------------------------------------------

@@ -68,6 +68,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert manifest().stages[0].momentum is not None and manifest().stages[0].momentum.sum > 1 << 63
 
 
+def test_the_state_before_is_of_the_same_run(tmp_path: Path) -> None:
+    """A folder that another run has taken over may still hold what that one committed."""
+    newest = replace(manifest(), step=manifest().step + 1)
+    for older, is_of_it in ((manifest(), True), (replace(manifest(), run="another"), False)):
+        manifests.write(tmp_path, older)
+        manifests.write(tmp_path, newest, keep=True)
+        assert manifests.before(tmp_path, newest) == (older if is_of_it else None)
+
+
 def _in_version(version: int, **said: object) -> Change:
     """Has a manifest say what one of this version does."""
 

@@ -47,6 +47,11 @@ def test_the_whole_report_as_a_person_sees_it(tmp_path, monkeypatch):
     )
 
 
+def test_references_are_few(refused):
+    """Each may double a text that another has doubled."""
+    assert set(refused("x: '" + "${seed}" * 9 + "'\n")) == {"too-large"}
+
+
 @pytest.mark.parametrize(
     ("text", "key", "code", "line", "column"),
     [

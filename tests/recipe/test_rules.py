@@ -61,6 +61,11 @@ LORA, FLASH = "adapter={r: 4}", "model.attn_implementation=flash_attention_2"
         (["dataset.streaming=true", "train.max_steps=3", "dataset.eval_fraction=0.1"], "dataset.eval_fraction", "holds back"),
         (["model.name_or_path=./not-yet", "model.revision=nope"], "model.revision", "has no revisions"),
         (["model.name_or_path=/", "model.revision=nope"], "model.revision", "has no revisions"),
+        (
+            ["eval={every_steps: 2, samples: {prompts: [a], max_new_tokens: 64}}", "dataset.max_seq_len=64"],
+            "eval.samples.max_new_tokens",
+            "leaves a prompt no token",
+        ),
         ([FLASH, "offload.device=cpu"], "model.attn_implementation", "does not run on"),
         ([FLASH, "offload.device=cuda", "precision.compute=float32"], "model.attn_implementation", "cannot compute in"),
     ],
