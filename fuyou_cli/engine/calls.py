@@ -31,6 +31,7 @@ from ..core.errors import UsageError
 from ..spec.plan import MicroBatch
 from .attention import Documents, attending_apart, check_arguments, laid_out, turns
 from .experts import BANK, is_experts
+from .fake_mode import RememberingMode
 from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting, stays_float32
 
 WORKING = "decoders such as Llama, Qwen and their mixtures train; scripts/results/MODELS.md lists every family that was tried"
@@ -635,7 +636,7 @@ def tracing(root: nn.Module, *, mode: FakeTensorMode | None = None, length: int 
     position: rotary embeddings choose frequencies by it. Raises UsageError if a fake tensor stays.
     """
     state = ModuleState(root, writes=False)
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or RememberingMode()
     try:
         with mode, LastPosition(length):
             yield mode

@@ -84,6 +84,10 @@ class LiveBytes(TorchDispatchMode):
         self.mapped_peak: int = 0
         self._seen: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `fake_mode`
+
     def _add(self, size: int, mapped: int) -> None:
         self.live += size
         self._mapped += mapped
@@ -96,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
+        for value in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
                 key = storage._cdata
