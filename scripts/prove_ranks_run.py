@@ -46,6 +46,7 @@ from fuyou_cli.training.state.store_folders import rank_count
 
 RANKS = 2
 ENDS = 5.0  # seconds in which a rank ends that has lost a peer
+JOINS = 30.0  # the same while ranks begin
 FROZEN = 6  # seconds of `train.peer_timeout` where a rank is frozen
 EACH = 10  # kills of one run
 AT_ONCE = 20  # kills that are kept together
@@ -197,7 +198,7 @@ def _killed_alone(child: Child, recipe: Path, after: float, tally: Tally) -> boo
 def _killed_launcher(launcher: Child, recipe: Path, draw: random.Random, seconds: float, tally: Tally) -> bool:
     """Kills the launcher, or a rank, or both; all that it has started is gone in time."""
     until = time.monotonic() + draw.uniform(seconds / 2, 3 * seconds)  # its ranks import all that a run needs first
-    ranks: list[int] = []
+    log, began, ranks = recipe.parent / "out" / "log.jsonl", time.time(), list[int]()
     while time.monotonic() < until:
         if launcher.is_over(0.02):
             _check(launcher.wait(), recipe)
@@ -209,9 +210,11 @@ def _killed_launcher(launcher: Child, recipe: Path, draw: random.Random, seconds
     if which != "rank" or not ranks:
         launcher.send(signal.SIGKILL)
         tally.launchers += 1
+    # A launcher looks for ranks that have ended, and then ends the others. Ranks look for it only now and then while they join.
+    within = ENDS + 2.0 if log.exists() and log.stat().st_mtime > began else JOINS
     while left := [pid for pid in (launcher.pid, *ranks) if is_there(pid)]:
-        if time.monotonic() > begun + ENDS + 2.0:  # the launcher looks for ranks that have ended, and ends the others
-            raise Lost(f"processes {left} still run {ENDS + 2.0:g} s after {which} was killed")
+        if time.monotonic() > begun + within:
+            raise Lost(f"processes {left} still run {within:g} s after {which} was killed")
         time.sleep(0.02)
     launcher.wait()
     return True
