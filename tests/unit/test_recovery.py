@@ -184,8 +184,8 @@ def saved_by(folder: Path, counts: dict[int, str]) -> Path:
         folders = [folder / f"run.r{rank}of{count}" for rank in range(count)] if count > 1 else [folder / "run"]
         for rank, place in enumerate(folders):
             share = RankShare(rank=rank, count=count, owners=(0,) * count, commit=K, folders=tuple(map(str, folders)))
-            files = (str(place / "store.bin"),)
-            saved = replace(SAVED, step=K, files=files, share=share if count > 1 else None)
+            files, beside = (str(place / "store.bin"),), (str(place / manifests.BEFORE),)
+            saved = replace(SAVED, step=K, files=files, companions=beside, share=share if count > 1 else None)
             if state == "loading" or (state == "half" and rank == count - 1):
                 saved = replace(saved, state="loading")
             place.mkdir()
@@ -220,6 +220,8 @@ def test_newest_whole_state_of_other_numbers_is_chosen(tmp_path: Path, counts: d
 def test_what_was_brought_is_removed_where_it_was(tmp_path: Path) -> None:
     """Of the same run and no later step only."""
     folder = saved_by(tmp_path, {1: "saved", 2: "saved", 3: "loading"})
+    ahead = saved_store(tmp_path / "run.r0of2").manifest
+    manifests.write(tmp_path / "run.r0of2", replace(ahead, step=K + 1), keep=True)  # one commit ahead of rank 1
     remove_elsewhere(folder, "another", K, also=(), say=print)
     remove_elsewhere(folder, "a", K - 1, also=(), say=print)
     assert len(list(tmp_path.iterdir())) == 6

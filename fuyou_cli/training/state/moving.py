@@ -94,7 +94,10 @@ def remove_elsewhere(folder: Path, run: str, step: int, *, also: Sequence[Path],
             if rank_count(place) == rank_count(folder):
                 continue
             saved, _ = manifests.newest(place)
-            if saved is None or saved.run != run or saved.step > step:
+            if saved is None or saved.run != run:
+                continue
+            older = manifests.before(place, saved)  # one of its ranks may have been a commit ahead of the others
+            if min(saved.step, saved.step if older is None else older.step) > step:
                 continue
             places += [Path(other) for other in (saved.share.folders if saved.share else ()) if Path(other) not in places]
             _remove(place, say)
