@@ -1,5 +1,7 @@
 """Describes a machine that one does not have: shipped parts (`rtx4090,2xgen4,128GiB`), or a file.
 
+Several cards (`4xrtx4090,...`) are one box for as many ranks (`described_box`), which share out everything else of it.
+
 A file is YAML with the keys of `HardwareProfile`; sizes and rates may have units. `parts: rtx4090,2xgen4,128GiB` starts from
 parts, and the file's other keys replace theirs. A profile that `fuyou bench` kept on another machine is such a file too.
 """
@@ -40,7 +42,7 @@ from .profile import ASSUMED_GPU_PROCESS, ASSUMED_PROCESS, FILE_KEYS, GIVEN, wro
 
 SYSTEM_MEMORY = 2 * GiB  # assumed for a described machine's other programs
 LARGEST_FILE = 1 << 20
-MOST_DRIVES = 1024
+MOST_DRIVES, MOST_CARDS = 1024, 64
 DEFAULT_HOST = "desktop"
 
 _COUNTED = re.compile(r"^0*(\d{1,9})\d*x(.+)$")  # nine digits are enough: such a count is too large anyway
@@ -105,25 +107,50 @@ class Host:
     matmul_flops: Flops
     adamw: ThreadRates
     sources: tuple[str, ...]
+    full_slots: Count = 1  # cards at once that have a whole PCIe link; more of them share out as many
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A described box. `machine`: with one card at work; `lanes`: share of its PCIe lanes that a card has while all are."""
+
+    machine: HardwareProfile
+    cards: int = 1
+    lanes: float = 1.0
+
+    def of_rank(self, ranks: int) -> HardwareProfile:
+        """Returns what one of several ranks has of the box, each of them with a card of its own."""
+        part = self.machine.shared(ranks)
+        return replace(part, h2d=part.h2d * self.lanes, d2h=part.d2h * self.lanes)
 
 
 def described(text: str | Path) -> HardwareProfile:
-    """Reads the description of a machine: names of parts, or a file. Raises UsageError with every error in it."""
+    """Reads the description of a machine with one card, or none. Raises UsageError with every error in it."""
+    box = described_box(text)
+    if box.cards > 1:
+        raise UsageError(f"{text} describes {box.cards} cards, and one is asked for", hint="name one card")
+    return box.machine
+
+
+def described_box(text: str | Path) -> Box:
+    """Reads the description of a box: names of parts, or a file. Raises UsageError with every error in it."""
     path = Path(text)
     if isinstance(text, Path) or path.suffix in (".yaml", ".yml") or "/" in text or is_file(path):
         return _from_file(path)
-    return _checked(_composed(text), f"the machine {text}")
+    box = _composed(text)
+    return replace(box, machine=_checked(box.machine, f"the machine {text}"))
 
 
-def _composed(text: str) -> HardwareProfile:
+def _composed(text: str) -> Box:
     gpus, drives, hosts = _shipped("gpus", Gpu), _shipped("drives", DriveKind), _shipped("hosts", Host)
     chosen: dict[str, list[Any]] = {"GPU": [], "drives": [], "RAM": [], "host": []}
     problems = []
     for word in filter(None, (part.strip() for part in re.split(r"[,+]", text))):
         counted = _COUNTED.match(word.lower())
-        count, name = (int(counted[1]), counted[2]) if counted and counted[2] in drives else (1, word.lower())
-        if name in gpus:
-            chosen["GPU"].append(gpus[name])
+        several = counted is not None and (counted[2] in drives or counted[2] in gpus)
+        count, name = (int(counted[1]), counted[2]) if counted and several else (1, word.lower())
+        if name in gpus and count:
+            chosen["GPU"].append((count, gpus[name]))
         elif name in drives and count:
             chosen["drives"].append((name, count, drives[name]))
         elif name in hosts:
@@ -134,14 +161,19 @@ def _composed(text: str) -> HardwareProfile:
             near = difflib.get_close_matches(name, [*gpus, *drives, *hosts], n=1)
             problems.append(f"{_shown(word)} is neither a part nor a size" + (f" (did you mean {near[0]}?)" if near else ""))
     problems += [f"more than {MOST_DRIVES:,} {name} drives" for name, count, _ in chosen["drives"] if count > MOST_DRIVES]
+    problems += [f"more than {MOST_CARDS} cards" for count, _ in chosen["GPU"] if count > MOST_CARDS]
     problems += [f"more than {format_size(LARGEST_SIZE)} of RAM" for size in chosen["RAM"] if size > LARGEST_SIZE]
-    problems += [f"more than one {what}" for what, parts_of in chosen.items() if len(parts_of) > 1]
+    problems += [
+        f"more than one {'kind of ' * (what == 'GPU')}{what}" for what, parts_of in chosen.items() if len(parts_of) > 1
+    ]
     problems += [f"no {what}" for what in ("drives", "RAM") if not chosen[what]]
     if problems:
         raise UsageError(f"{_shown(text, 100)} does not describe a machine: {'; '.join(problems)}", hint=_offer())
     host = (chosen["host"] or [hosts[DEFAULT_HOST]])[0]
     (ram,), ((name, count, kind),) = chosen["RAM"], chosen["drives"]
-    return _assembled(next(iter(chosen["GPU"]), None), name, count, kind, ram, host, text)
+    cards, gpu = next(iter(chosen["GPU"]), (1, None))
+    machine = _assembled(gpu, name, count, kind, ram, host, text)
+    return Box(machine=machine, cards=cards, lanes=min(1.0, host.full_slots / cards))
 
 
 def _assembled(gpu: Gpu | None, name: str, count: int, kind: DriveKind, ram: int, host: Host, text: str) -> HardwareProfile:
@@ -232,10 +264,11 @@ def _offer() -> str:
     return "\n".join([*lines, "    RAM     any size: 64GiB ... 768GiB"])
 
 
-def _from_file(path: Path) -> HardwareProfile:
+def _from_file(path: Path) -> Box:
     given = {key: value for key, value in _mapping(path).items() if key not in FILE_KEYS}
     parts = given.pop("parts", None)
-    start = _UNSAID if parts is None else _parts_in(path, parts)
+    box = None if parts is None else _parts_in(path, parts)
+    start = _UNSAID if box is None else asdict(box.machine)
     try:
         profile = from_json(HardwareProfile, {**start, "name": path.stem, **given}, defaults=True)
     except WrongData as error:
@@ -244,14 +277,16 @@ def _from_file(path: Path) -> HardwareProfile:
         raise _refused(path, ["device: cpu, but parts names a GPU: remove the GPU"])
     sources = profile.sources if "sources" in given else (f"{', '.join(given)}: {GIVEN}{path.name}", *profile.sources)
     profile = replace(profile, **_derived(profile, given, from_parts=parts is not None), sources=sources)
-    return _checked(profile, str(path), *_unlike_drives(profile, given))
+    machine = _checked(profile, str(path), *_unlike_drives(profile, given))
+    lanes = 1.0 if box is None or "h2d" in given else box.lanes  # what a file says is of each card
+    return Box(machine=machine, cards=1 if box is None else box.cards, lanes=lanes)
 
 
-def _parts_in(path: Path, parts: object) -> dict[str, Any]:
+def _parts_in(path: Path, parts: object) -> Box:
     if not isinstance(parts, str):
         raise _refused(path, ["parts: expected names with commas, such as rtx4090,2xgen4,128GiB"])
     try:
-        return asdict(_composed(parts))
+        return _composed(parts)
     except UsageError as error:
         raise UsageError(f"{path}: parts: {error.message}", hint=error.hint) from None
 

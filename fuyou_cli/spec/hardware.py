@@ -213,7 +213,7 @@ class HardwareProfile:
             return self
         parts = {name: getattr(self, name) // count for name in _SHARED_SIZES}
         rates = {name: getattr(self, name) / count for name in _SHARED_RATES}
-        share = replace(self, **parts, **rates, cores=max(1, self.cores // count))
+        share = replace(self, **parts, **rates, cores=max(1, self.cores // count), adamw=self._shared_updates(count))
         if self.device == "cuda":
             return share
         stages = tuple(
@@ -221,6 +221,14 @@ class HardwareProfile:
             for rate in self.stage_rates
         )
         return replace(share, stage_rates=stages, matmul_flops=self.matmul_flops / count)
+
+    def _shared_updates(self, count: int) -> tuple[tuple[int, float], ...]:
+        """Returns what threads of one process move while as many of each other are at work: together no more than the box."""
+
+        def together(threads: int) -> float:
+            return max(rate for few, rate in self.adamw if few <= count * threads)
+
+        return tuple((threads, min(rate, together(threads) / count)) for threads, rate in self.adamw)
 
     @property
     def slows_down(self) -> bool:

@@ -14,7 +14,7 @@ from drawn import crossed
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_rate
-from fuyou_cli.machine.described import described
+from fuyou_cli.machine.described import described, described_box
 from fuyou_cli.machine.profile import origins_of, write_profile
 from fuyou_cli.recipe.named import shipped_hardware, shipped_recipes
 from fuyou_cli.spec.hardware import Drive, StageRate
@@ -76,6 +76,27 @@ def test_all_that_is_shipped(gpu: str, drives: str) -> None:
     assert found.digest() != described(f"{gpu},{drives},256GiB,2xgold5320").digest()
 
 
+def test_several_cards_share_a_box() -> None:
+    one = described("rtx4090,2xgen4,128GiB")
+    box = described_box("4xrtx4090,2xgen4,128GiB")
+    share = box.of_rank(4)
+    assert box.cards == 4 and box.machine.device_memory == share.device_memory == one.device_memory
+    assert share.ram_available == one.ram_available // 4 and share.cores == one.cores // 4
+    assert share.store_read == one.store_read / 4 and share.store_write_mixed == one.store_write_mixed / 4
+    assert share.h2d == one.h2d / 4, "a desktop has lanes for one card"
+    assert described_box("4xrtx4090,2xgen4,128GiB,2xgold5320").of_rank(4).h2d == one.h2d == box.machine.h2d
+    assert share.adamw == ((1, 10e9), (2, 55e9 / 4), (4, 55e9 / 4), (8, 55e9 / 4), (16, 55e9 / 4))
+    with pytest.raises(UsageError, match="describes 4 cards"):
+        described("4xrtx4090,2xgen4,128GiB")
+
+
+def test_a_file_may_have_several_cards(tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text("parts: 2xrtx4090,gen4,128GiB\ndram: 60GB/s\n")
+    box = described_box(path)
+    assert box.cards == 2 and box.of_rank(2).dram == 30e9
+
+
 def test_without_a_gpu_the_host_computes() -> None:
     found = described("gen4,64GiB")
     assert (found.device, found.device_memory, found.h2d, found.cores) == ("cpu", 0, 0.0, 16)
@@ -88,10 +109,11 @@ def test_without_a_gpu_the_host_computes() -> None:
         ("rtx4090,128GiB", "no drives"),
         ("rtx4090,gen4", "no RAM"),
         ("rtx4090,gen4,128", "'128' is neither"),
-        ("rtx4090,rtx3090,gen4,64GiB,128GiB", "more than one GPU; more than one RAM"),
+        ("rtx4090,rtx3090,gen4,64GiB,128GiB", "more than one kind of GPU; more than one RAM"),
         ("0xgen4,64GiB", "'0xgen4' is neither"),
         ("", "no drives; no RAM"),
         ("rtx4090,1000000000xgen4,64GiB", "more than 1,024 gen4 drives"),
+        ("65xrtx4090,gen4,64GiB", "more than 64 cards"),
         ("1025xgen4,64GiB", "more than 1,024 gen4 drives"),
         (f"{'9' * 5000}xgen4,64GiB", "more than 1,024 gen4 drives"),
         ("gen4,4097PiB", "more than 4096PiB of RAM"),
