@@ -3,6 +3,10 @@
 Which of these binds depends on what a rank has: an embedding takes hardly any compute, but as long to update as three blocks.
 So a few deals are made, by compute, by parameters and by what lies between, and the one whose slowest rank is the fastest is
 taken. Times are those of the stages alone: what rests where is not planned yet.
+
+Then a rank gets as many blocks in a row as its network asks for. With one at a turn every output crosses, while all ranks
+compute. With more of them less crosses, but a rank computes all micro-batches of a block before the next one's first, and the
+others wait meanwhile: that is for links so slow that compute hardly counts.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec, StageSpec
+from ..spec.network import Network
 from .bound import store_seconds
 from .costs import Costs
 from .plan_request import PlanRequest
@@ -27,11 +32,16 @@ class StageTime:
     """What one stage adds to its rank's step. Seconds are without anything beside. Bytes are those at rest, and those that
     cross from and to the drives if it rests there."""
 
-    compute: float
+    forward: float  # compute
+    backward: float
     update: float  # with all threads
     resting: int
     read: int
     written: int
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward
 
 
 def stage_times(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> list[StageTime]:
@@ -44,8 +54,10 @@ def _stage_time(costs: Costs, stage: StageSpec) -> StageTime:
     update = costs.processor_update_seconds(stage.trained) / costs.updates_at_once
     sweeps = costs.sweeps
     passes = 1 + stage.goes_back if stage.weights_in_backward else 1
+    forward, backward = _compute_seconds(costs, stage)
     return StageTime(
-        compute=_compute_seconds(costs, stage),
+        forward=forward,
+        backward=backward,
         update=update,
         resting=stage.weight_bytes + stage.state_bytes,
         read=passes * sweeps * stage.weight_bytes * (not stage.looked_up) + stage.state_bytes,
@@ -53,30 +65,101 @@ def _stage_time(costs: Costs, stage: StageSpec) -> StageTime:
     )
 
 
-def _compute_seconds(costs: Costs, stage: StageSpec) -> float:
+def _compute_seconds(costs: Costs, stage: StageSpec) -> tuple[float, float]:
     """Returns the seconds of all micro-batches of a step, with nothing kept, of blocks and heads: others multiply no matrices.
     Without any rate, a FLOP takes a second."""
     if stage.kind == "embedding" or not stage.forward_flops:
-        return 0.0
+        return 0.0, 0.0
     rate = costs.rate(stage)
     if not (rate.forward and rate.backward):
-        return work(stage, cut_head=costs.model.head_is_cut)
-    phases = ["forward", *["backward"] * stage.goes_back]
-    if stage.kind == "head":
-        phases = [*["logits"] * costs.model.head_is_cut, "head"]
+        return 0.0, work(stage, cut_head=costs.model.head_is_cut)
     numerics = costs.numerics
-    shape = numerics.micro_batch_tokens, numerics.max_seq_len
-    return numerics.micro_batches * sum(costs.micro_batch_seconds(stage, phase, *shape) for phase in phases)
+
+    def seconds(phase: str) -> float:
+        shape = numerics.micro_batch_tokens, numerics.max_seq_len
+        return numerics.micro_batches * costs.micro_batch_seconds(stage, phase, *shape)
+
+    if stage.kind == "head":
+        return seconds("logits") * costs.model.head_is_cut, seconds("head")
+    return seconds("forward"), seconds("backward") * stage.goes_back
 
 
-def fastest_deal(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, ranks: int) -> tuple[int, ...]:
+def fastest_deal(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network) -> tuple[int, ...]:
     """Returns the rank of each stage. `hardware` and `request` are those of one rank; all ranks are taken to be alike."""
-    times = stage_times(model, hardware, request)
+    times, ranks = stage_times(model, hardware, request), network.ranks
     compute, size = sum(time.compute for time in times) or 1.0, sum(time.resting for time in times) or 1
-    deals = dict.fromkeys(
-        deal(model, ranks, [mix * time.compute / compute + (1 - mix) * time.resting / size for time in times]) for mix in _MIXES
-    )
-    return min(deals, key=lambda owners: slowest(owners, times, hardware, request))
+    mixes = [[mix * time.compute / compute + (1 - mix) * time.resting / size for time in times] for mix in _MIXES]
+
+    def longest(mix: list[float]) -> float:
+        return slowest(deal(model, ranks, mix), times, hardware, request)
+
+    best = min(mixes, key=longest)
+    chain, least = _Chain.of(model, times, request, network), longest(best)
+    return deal(model, ranks, best, at_a_turn=min(chain.turns(), key=lambda row: chain.seconds(row, least)))
+
+
+def chain_seconds(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network) -> float:
+    """Estimates the step of all ranks if nothing but compute and the network binds: micro-batches may be too few or too large
+    to keep ranks at work. `model`: the whole one."""
+    chain = _Chain.of(model, stage_times(model, hardware, request), request, network)
+    return min(chain.seconds(row, 0.0) for row in chain.turns())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chain:
+    """Estimates the compute of a step of all ranks in turn: blocks alike, `forward` and `backward` seconds of one for all of a
+    sweep's micro-batches, and `crossing`: seconds in which one micro-batch's output crosses from each rank to the next."""
+
+    blocks: int
+    ranks: int
+    micro_batches: int
+    sweeps: int
+    forward: float
+    backward: float
+    rest: float  # seconds of heads
+    ahead: bool  # a device begins with a micro-batch when it has the next as well
+    crossing: tuple[float, ...]
+
+    @classmethod
+    def of(cls, model: ModelSpec, times: Sequence[StageTime], request: PlanRequest, network: Network) -> _Chain:
+        blocks = sum(stage.kind == "block" and stage.expert_range is None for stage in model.stages)
+        sweeps, ranks = request.sweeps or 1, network.ranks
+        in_blocks = [time for stage, time in zip(model.stages, times, strict=True) if stage.kind == "block"]
+        size = model.boundary_bytes_per_token * request.numerics.micro_batch_tokens
+        return cls(
+            blocks=blocks,
+            ranks=ranks,
+            micro_batches=max(1, request.numerics.micro_batches // sweeps),
+            sweeps=sweeps,
+            forward=sum(time.forward for time in in_blocks) / blocks / sweeps,
+            backward=sum(time.backward for time in in_blocks) / blocks / sweeps,
+            rest=sum(time.compute for time in times) - sum(time.compute for time in in_blocks),
+            ahead=request.device != "cpu",
+            crossing=tuple(network.seconds(rank, (rank + 1) % ranks, size) for rank in range(ranks)),
+        )
+
+    def turns(self) -> range:
+        """Returns how many blocks a rank may have at a turn."""
+        return range(1, max(1, self.blocks // self.ranks) + 1)
+
+    def seconds(self, at_a_turn: int, least: float) -> float:
+        """Returns the seconds if ranks have so many blocks at a turn. `least`: those of the slowest rank alone."""
+        alone = (self.sweeps * self.blocks * (self.forward + self.backward) + self.rest) / self.ranks
+        longer = max(1.0, least / alone) if alone else 1.0  # where its updates or drives bind
+        passes = (self._pass(block, longer * block, at_a_turn) for block in (self.forward, self.backward))
+        return self.sweeps * sum(passes) + longer * self.rest / (self.ranks if at_a_turn == 1 else 1)
+
+    def _pass(self, block: float, bound: float, at_a_turn: int) -> float:
+        """Returns the seconds of one forward or backward. With one block at a turn, a turn takes the longest of a rank's own
+        work, of a micro-batch's way through all ranks, and of the link's. With more, ranks hardly work at once: each has its
+        first block when the last micro-batch has come, and the next rank begins with what its last block gives. `bound`:
+        seconds of a block with what a rank does beside compute."""
+        begins, link = (1 + self.ahead) * block / self.micro_batches, self.micro_batches * max(self.crossing)
+        turns, on_the_way = self.blocks / (self.ranks * at_a_turn), sum(self.crossing) / self.ranks + begins
+        if at_a_turn == 1:
+            return turns * max(bound, self.ranks * on_the_way, link) + (self.ranks - 1) * on_the_way
+        rows = turns * self.ranks
+        return rows * (at_a_turn - 1) * bound + bound + (rows - 1) * (max(0.0, link - bound) + on_the_way)
 
 
 def slowest(owners: Sequence[int], times: Sequence[StageTime], hardware: HardwareProfile, request: PlanRequest) -> float:
@@ -94,9 +177,9 @@ def _rank_seconds(times: Sequence[StageTime], hardware: HardwareProfile, request
     on_device = min(1.0, _RESTING * (request.gpu_budget or 0) / resting) if request.device == "cuda" else 0.0
     on_ssd = max(0.0, 1.0 - on_device - _RESTING * request.cpu_budget / resting)
     moved = [int(on_ssd * sum(getattr(time, way) for time in times)) for way in ("read", "written")]
-    found = [
+    seconds = [
         sum(time.compute for time in times),
         (1 - on_device) * sum(time.update for time in times),
-        *store_seconds(hardware.lasting() if request.sustained else hardware, *moved).values(),
+        *store_seconds(hardware.lasting(), *moved).values(),  # what is written each step fills any fast region
     ]
-    return max(found) + _OVERLAP * sum(found)
+    return max(seconds) + _OVERLAP * sum(seconds)

@@ -65,9 +65,10 @@ def work(stage: StageSpec, *, cut_head: bool) -> float:
     return forward + (3.0 * forward - stage.frozen_flops - stage.unneeded_flops) * stage.goes_back
 
 
-def deal(model: ModelSpec, ranks: int, seconds: Sequence[float] | None = None) -> tuple[int, ...]:
+def deal(model: ModelSpec, ranks: int, seconds: Sequence[float] | None = None, *, at_a_turn: int = 1) -> tuple[int, ...]:
     """Returns the rank of each stage: as much time for each rank, and in turn, so that a rank computes one stage's
     micro-batches while another computes those before. `seconds`: what each stage takes in a step; None: its FLOPs tell.
+    `at_a_turn`: how many blocks a rank has in a row. With more of them less crosses, and ranks wait longer for their first.
 
     The first rank has the embeddings, the last one the head, unless it is tied. Blocks go to the rank that lacks most of its
     share so far."""
@@ -85,6 +86,8 @@ def deal(model: ModelSpec, ranks: int, seconds: Sequence[float] | None = None) -
     for rank in set(range(ranks)) - set(dealt):  # each rank has a block
         most = max(range(ranks), key=lambda other: dealt[1:].count(other))
         dealt[max(number for number, other in enumerate(dealt) if other == most)] = rank
+    if at_a_turn > 1:
+        dealt = _in_rows([dealt.count(rank) for rank in range(ranks)], at_a_turn)
     owners = [0] * len(model.stages)
     for stages, rank in ((front, 0), (back, ranks - 1), *zip(others, dealt[1:], strict=True)):
         for stage in stages:
@@ -114,6 +117,13 @@ def _in_turn(weights: Sequence[float], shares: Sequence[float]) -> list[int]:
         lacks[rank] -= weight
         dealt.append(rank)
     return dealt
+
+
+def _in_rows(counts: Sequence[int], at_a_turn: int) -> list[int]:
+    """Deals so many blocks to each rank in as many turns as it takes if a rank has about `at_a_turn` in each."""
+    turns = max(1, round(sum(counts) / (len(counts) * at_a_turn)))
+    ends = [[-(-turn * count // turns) for turn in range(turns + 1)] for count in counts]
+    return [rank for turn in range(turns) for rank, end in enumerate(ends) for _ in range(end[turn + 1] - end[turn])]
 
 
 def check_owners(model: ModelSpec, owners: Sequence[int], ranks: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
@@ -113,42 +114,58 @@ def simulate(
     Two arguments describe steps of other systems than fuyou: `state_bytes` per parameter beside the weights, and
     `batch_on_device`, which keeps whole-batch tensors on the device, so that all copies run beside compute.
     """
-    costs = costs or Costs.of(model, hardware, plan)
-    machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
-    if not jobs:
-        machine.log = None
-    run = SimulatedRun(
-        model, plan, schedule, costs, machine, state_bytes=state_bytes, batch_on_device=batch_on_device, commits=commits
-    )
+    run = begun(
+        model, hardware, plan, schedule, costs, state_bytes=state_bytes, batch_on_device=batch_on_device, commits=commits,
+        jobs=jobs,
+    )  # fmt: skip
     for number in range(1, steps):
         _step(run, number, len(schedule.visits))
-    before, begin = _Before(run), machine.now
+    before = Before(run)
     forward = _step(run, steps, len(schedule.visits))
-    found = Timeline(
-        begin=begin,
-        step_seconds=machine.now - begin,
-        forward_seconds=forward,
-        in_use={name: seconds - before.in_use.get(name, 0.0) for name, seconds in sorted(machine.in_use.items())},
-        stalls={
-            cause: seconds - before.stalls.get(cause, 0.0)
-            for cause, seconds in sorted(run.residency.stalls.items())
-            if seconds > before.stalls.get(cause, 0.0)
-        },
-        read=run.moved_in - before.read,
-        written=run.moved_out - before.written,
-        work=tuple(done for done in machine.log or () if done.end > begin),
-        asked=tuple(run.asked[before.asked :]) if jobs else (),
-    )
+    found = before.timeline(run, forward)
     run.let_go()
     return found
 
 
-class _Before:
+def begun(
+    model: ModelSpec, hardware: HardwareProfile, plan: Plan, schedule: Schedule, costs: Costs | None = None, *,
+    state_bytes: int | None = None, batch_on_device: bool = False, commits: bool = False, jobs: bool = False,
+) -> SimulatedRun:  # fmt: skip
+    """Returns a run before its first step."""
+    costs = costs or Costs.of(model, hardware, plan)
+    machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
+    if not jobs:
+        machine.log = None
+    return SimulatedRun(
+        model, plan, schedule, costs, machine, state_bytes=state_bytes, batch_on_device=batch_on_device, commits=commits
+    )
+
+
+class Before:
     """Holds what had happened when the step began."""
 
     def __init__(self, run: SimulatedRun) -> None:
-        self.in_use, self.stalls = dict(run.machine.in_use), dict(run.residency.stalls)
+        self.begin, self.in_use, self.stalls = run.machine.now, dict(run.machine.in_use), dict(run.residency.stalls)
         self.read, self.written, self.asked = run.moved_in, run.moved_out, len(run.asked)
+
+    def timeline(self, run: SimulatedRun, forward: float) -> Timeline:
+        """Returns the step, which ends now."""
+        machine = run.machine
+        return Timeline(
+            begin=self.begin,
+            step_seconds=machine.now - self.begin,
+            forward_seconds=forward,
+            in_use={name: seconds - self.in_use.get(name, 0.0) for name, seconds in sorted(machine.in_use.items())},
+            stalls={
+                cause: seconds - self.stalls.get(cause, 0.0)
+                for cause, seconds in sorted(run.residency.stalls.items())
+                if seconds > self.stalls.get(cause, 0.0)
+            },
+            read=run.moved_in - self.read,
+            written=run.moved_out - self.written,
+            work=tuple(done for done in machine.log or () if done.end > self.begin),
+            asked=() if machine.log is None else tuple(run.asked[self.asked :]),
+        )
 
 
 def _step(run: SimulatedRun, number: int, visits: int) -> float:
@@ -166,6 +183,22 @@ def _step(run: SimulatedRun, number: int, visits: int) -> float:
     run.settle()
     run.residency.update_later(True)
     return forward + (turn - begin)
+
+
+class LinkOfVisits(Protocol):
+    """What a visit does for other ranks (`simulated_ring`)."""
+
+    def turn(self, visit: Visit) -> None:
+        """Waits for what the visit has to have before it begins."""
+
+    def enter(self, visit: Visit) -> int:
+        """Begins a visit. Returns in how many parts its micro-batches are looked at; 0 if nothing crosses."""
+
+    def before(self, part: int) -> None:
+        """Waits for what a part computes from."""
+
+    def after(self, part: int) -> None:
+        """Sends what a part has computed."""
 
 
 # ---- the run ----------------------------------------------------------------------------------------------------------
@@ -204,6 +237,7 @@ class SimulatedRun:
         # Micro-batches at each end of a visit whose copies nothing hides.
         self._unhidden = 0 if batch_on_device or plan.batch_on_device else 1
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
+        self.link: LinkOfVisits | None = None  # to other ranks
         # The backward of an embedding is taken to need no time, but it runs after the updates submitted before it.
         self._least = _MOMENT if any(stage.updated_on_device for stage in plan.stages) else 0.0
 
@@ -269,6 +303,14 @@ class SimulatedRun:
         """Advances to the next completion."""
         self.machine.advance()
 
+    def wait_until_time(self, time: float, cause: str) -> None:
+        """Goes on with everything else until some time on the clock of all ranks."""
+        begin = self.machine.now
+        while self.machine.now < time:
+            self.machine.advance(until=time)
+            self.tick()
+        self.residency.add_stall(cause, self.machine.now - begin)
+
     def wait(self, condition: Callable[[], bool], cause: str) -> None:
         begin = self.machine.now
         while not condition():
@@ -280,7 +322,10 @@ class SimulatedRun:
 
     def visit(self) -> Visit:
         """Runs the next visit as the executor does."""
+        if self.link is not None:
+            self.link.turn(self.lookahead.visits[self.lookahead.cursor + 1])
         visit = self.lookahead.enter(self._stash)
+        crossing = 0 if self.link is None else self.link.enter(visit)
         if visit.take:
             self.boundaries.ready(visit.stage, self.residency.wait_until)
         total = visit.owner if visit.owner is not None else visit.stage
@@ -294,7 +339,7 @@ class SimulatedRun:
         up, down = self.crossing(visit)
         first = self._begin_copies(visit, up=up * self._unhidden)
         self.lookahead.on_device()
-        self._compute(visit, first, up=up, down=down)
+        self._compute(visit, first, up=up, down=down, crossing=crossing)
         if visit.stash and not self._seals_at_once(visit.stage):
             self.boundaries.seal(visit.stage)
         if visit.take:
@@ -354,16 +399,19 @@ class SimulatedRun:
 
     # ---- compute ---------------------------------------------------------------------------------------------------
 
-    def _compute(self, visit: Visit, first: list[int], *, up: float, down: float) -> None:
+    def _compute(self, visit: Visit, first: list[int], *, up: float, down: float, crossing: int) -> None:
         """Computes micro-batch by micro-batch. While one computes, the next one's inputs are uploaded and the results of the
         one before are downloaded. Nothing hides the `first` upload and the last download. The download of a kept input is
-        hidden: it runs while its micro-batch computes. `up`, `down`: bytes of one micro-batch."""
+        hidden: it runs while its micro-batch computes. `up`, `down`: bytes of one micro-batch. `crossing`: the parts in which
+        something crosses between ranks."""
         seconds = max(self.compute_seconds(visit), self._least)
-        looks = min(self._looks, self.costs.micro_batches)
+        looks = crossing or min(self._looks, self.costs.micro_batches)
         share = self.costs.micro_batches / looks  # micro-batches between two looks
         last = (down - self.costs.boundary / self.costs.micro_batches * (visit.stash and down > 0)) * self._unhidden
         self._cross(first)
         for look in range(looks):
+            if self.link is not None and crossing:
+                self.link.before(look)
             rising = up * (share - self._unhidden * (look == looks - 1))
             copies = self._begin_copies(visit, up=rising, down=down * share - last * (look == 0))
             ticket = self.machine.submit((("compute", seconds / looks),), what=visit.phase, stage=visit.stage)
@@ -371,6 +419,8 @@ class SimulatedRun:
                 self.pass_time()
             self._cross(copies)
             self.tick()
+            if self.link is not None and crossing:
+                self.link.after(look)
         self._cross(self._begin_copies(visit, down=last))
 
     def _cross(self, copies: list[int]) -> None:

@@ -140,11 +140,14 @@ class VirtualMachine:
         """Tells whether the job is done, without forgetting it: several may wait for it."""
         return ticket in self._finished
 
-    def advance(self) -> None:
-        """Advances to the next completion. Raises RuntimeError if nothing moves, because something waits for ever."""
+    def advance(self, until: float | None = None) -> None:
+        """Advances to the next completion, at most `until` some time. Raises RuntimeError if nothing moves, because something
+        waits for ever."""
         if self._stale:
             self._allot()
         ahead = min([job.left / job.speed for job in self.jobs if job.speed > 0], default=None)
+        if until is not None:
+            ahead = until - self.now if ahead is None else min(ahead, until - self.now)
         if ahead is None:
             waiting = ", ".join(f"{job.what} of stage {job.stage}" for job in self.jobs) or "nothing"
             raise RuntimeError(f"nothing moves on this machine; under way: {waiting}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..core.errors import UsageError
 from .peers import Peers
 from .prepare import Inspected, Ready, device_name
@@ -38,6 +36,8 @@ def refuse_keys(recipe: Recipe) -> None:
 
 def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
     """Raises UsageError on every rank if one has another recipe, other versions or another kind of device than rank 0."""
+    import torch
+
     recipe = inspected.recipe
     if recipe.export.at_end and peers.local_count < peers.count:
         raise UsageError(

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import FuyouError, Interrupted, PeerLost, UsageError
 from ..core.json_files import from_json, one_line
+from ..spec.network import Network
 from ..spec.plan import Numerics, Plan
 
 if TYPE_CHECKING:
@@ -108,6 +109,17 @@ class Alike:
     commit_every: int | None
     owners: tuple[int, ...]  # the rank of each stage
 
+    @classmethod
+    def of(cls, plan: Plan, owners: tuple[int, ...]) -> Alike:
+        """Returns what rank 0's plan is to have alike with all others."""
+        return cls(
+            numerics=plan.numerics,
+            sweeps=plan.sweeps,
+            norm_first=plan.norm_first,
+            commit_every=plan.commit_every,
+            owners=owners,
+        )
+
 
 class Peers:
     """One rank's view of all. Every rank calls the same methods in the same order. `peer_timeout`: seconds without a heartbeat
@@ -135,6 +147,11 @@ class Peers:
         self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
         for thread in self._watches:
             thread.start()
+
+    @property
+    def network(self) -> Network:
+        """Returns what connects the ranks, as plans take it to be: of unlike boxes the fullest counts."""
+        return Network(boxes=max(1, self.count // self.local_count), ranks_per_box=self.local_count)
 
     def named(self, rank: int) -> str:
         return f"rank {rank} on {self.hosts[rank]}"
@@ -170,14 +187,7 @@ class Peers:
 
     def choose_alike(self, plan: Plan | None, owners: tuple[int, ...] = ()) -> Alike:
         """Returns what all plans have alike. `plan`: rank 0's, and whom it gave each stage."""
-        mine = None
-        if plan is not None:
-            mine = asdict(
-                Alike(
-                    numerics=plan.numerics, sweeps=plan.sweeps, norm_first=plan.norm_first, commit_every=plan.commit_every,
-                    owners=owners,
-                )
-            )  # fmt: skip
+        mine = None if plan is None else asdict(Alike.of(plan, owners))
         self.alike = from_json(Alike, self.of_first("what plans have alike", lambda: mine))
         return self.alike
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.candidate import Candidate, may_measure_first
-from ..planner.dealing import fastest_deal
+from ..planner.dealing import chain_seconds, fastest_deal
 from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
@@ -21,6 +21,7 @@ from ..planner.ring import check_owners
 from ..planner.run_planner import Effort, RunPlanner
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
+from ..spec.network import Network
 from ..spec.plan import Numerics, Tier
 from .known_model import KnownModel, traced
 from .length import Epoch, steps_of
@@ -37,13 +38,13 @@ from .numerics import (
     usual_tokens,
     widths_of,
 )
+from .peers import Alike
 from .prepare import Fetched, Inspected, Planned, Ready, Say, StoreDisks, fields_of, in_place_of, unheard
 from .state.resume import refused, steps_left
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
-    from .peers import Peers
 
 CHUNK_PARAMS = 1 << 19
 SLOWER = 0.01  # share of the step by which the earlier candidate may be slower after it is placed again
@@ -76,24 +77,82 @@ def plan(
     peers = inspected.peers
     if peers is not None and (peers.alike is not None or not peers.is_first):
         alike = peers.alike or peers.choose_alike(None)
-        planner = _Planner(inspected, hardware, disks, epoch, range_experts=alike.numerics.range_experts)
-        return planner.planned(alike.numerics)
+        return _plan_alike(inspected, hardware, disks, epoch, alike)
     planned = _plan(inspected, hardware, disks, candidate, say=say, epoch=epoch, effort=effort)
     if peers is not None:
         peers.choose_alike(planned.plan, planned.model.owners)
     return planned
 
 
+def plan_ranks(
+    inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, network: Network, *, say: Say,
+    epoch: Epoch | None = None, effort: Effort = "search",
+) -> tuple[Planned, ...]:  # fmt: skip
+    """Makes the plans that the ranks of a run would make, each for its part of a box: `hardware`, `disks`. Ranks between the
+    first and the last have alike stages, so one search serves all of them."""
+    inspected = _resumable(inspected, hardware, say)
+    seat = Seat(rank=0, network=network)
+    first = _plan(inspected, hardware, disks, None, say=say, epoch=epoch, effort=effort, seat=seat)
+    alike = Alike.of(first.plan, first.model.owners)
+    planned, between = [first], None
+    for rank in range(1, network.ranks):
+        seat, is_last = Seat(rank=rank, network=network, alike=alike), rank == network.ranks - 1
+        again = None if is_last else between
+        made = _plan_alike(inspected, hardware, disks, epoch, alike, seat, effort=effort, candidate=again)
+        between = between or (None if made.found is None else made.found.best.candidate)
+        planned.append(made)
+    return tuple(planned)
+
+
+def _plan_alike(
+    inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, epoch: Epoch | None, alike: Alike,
+    seat: Seat | None = None, *, effort: Effort = "search", candidate: Candidate | None = None,
+) -> Planned:  # fmt: skip
+    """Plans for a rank with what rank 0 has chosen. A candidate that does not fit gives way to a search."""
+
+    def planned(candidate: Candidate | None) -> Planned:
+        planner = _Planner(
+            inspected, hardware, disks, epoch, range_experts=alike.numerics.range_experts, seat=seat, effort=effort,
+            candidate=candidate, or_least=not inspected.to_run,
+        )  # fmt: skip
+        return planner.planned(alike.numerics)
+
+    if candidate is not None:
+        with suppress(PlanError):
+            return planned(candidate)
+    return planned(None)
+
+
+def halves(before: Planned, network: Network) -> tuple[Planned, ...]:
+    """Makes the plans of several boxes like this plan's, with as large micro-batches as this plan or the network asks for.
+    Takes a search."""
+    planner, numerics = _Planner(before, before.hardware, before.disks, before.epoch, before=before), before.plan.numerics
+    sizes = [numerics]
+    while sizes[-1].micro_batch_size % 2 == 0 and before.recipe.train.micro_batch_size == "auto":
+        sizes.append(planner.numerics(sizes[-1].micro_batch_size // 2))
+    alike, planned = None, list[Planned]()
+    for rank in range(network.ranks):
+        seat = Seat(rank=rank, network=network, alike=alike)
+        if alike is not None:
+            candidate = None if planned[0].found is None else planned[0].found.best.candidate
+            planned.append(_plan_alike(before, before.hardware, before.disks, before.epoch, alike, seat, candidate=candidate))
+            continue
+        first = _Planner(before, before.hardware, before.disks, before.epoch, before=before, seat=seat)
+        planned.append(first.planned(min(sizes, key=first.chain_seconds)))
+        alike = Alike.of(planned[0].plan, planned[0].model.owners)
+    return tuple(planned)
+
+
 def _plan(
     inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, candidate: Candidate | None, *, say: Say,
-    epoch: Epoch | None, effort: Effort,
+    epoch: Epoch | None, effort: Effort, seat: Seat | None = None,
 ) -> Planned:  # fmt: skip
     """Plans whole blocks, or ranges of their experts where those do not fit."""
 
     def planner(range_experts: int) -> _Planner:
         return _Planner(
             inspected, hardware, disks, epoch, candidate=candidate, effort=effort, or_least=not inspected.to_run,
-            range_experts=range_experts,
+            range_experts=range_experts, seat=seat,
         )  # fmt: skip
 
     whole: Planned | None = None
@@ -176,6 +235,15 @@ def settle(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """Says whose plan is made among several ranks. `alike`: None if this rank chooses it for all."""
+
+    rank: int
+    network: Network
+    alike: Alike | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FastestSize:
     """Holds the rows of the fastest micro-batch."""
 
@@ -188,8 +256,11 @@ class _Planner:
     def __init__(
         self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, epoch: Epoch | None, *,
         before: Planned | None = None, candidate: Candidate | None = None, effort: Effort = "search", or_least: bool = False,
-        range_experts: int = 0,
+        range_experts: int = 0, seat: Seat | None = None,
     ) -> None:  # fmt: skip
+        if seat is None and (peers := inspected.peers) is not None:
+            seat = Seat(rank=peers.rank, network=peers.network, alike=peers.alike)
+        self._seat = seat
         self._inspected, self._hardware, self._disks = inspected, hardware, disks
         self._epoch, self._range_experts = epoch, range_experts
         self._runs = RunPlanner(hardware, candidate=candidate, effort=effort, or_least=or_least)
@@ -254,26 +325,36 @@ class _Planner:
             asked = replace(asked, typical=typical_step(self._epoch.lengths, numerics))
         widths = widths_of(inspected.recipe, numerics) if device == "cpu" else 1
         asked = replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
-        return (model, asked) if inspected.peers is None else self._of_rank(model, asked, inspected.peers)
+        return (model, asked) if self._seat is None else self._of_rank(model, asked, self._seat)
 
-    def _of_rank(self, model: ModelSpec, asked: PlanRequest, peers: Peers) -> tuple[ModelSpec, PlanRequest]:
+    def _of_rank(self, model: ModelSpec, asked: PlanRequest, seat: Seat) -> tuple[ModelSpec, PlanRequest]:
         """Returns what is planned for one rank: its stages, and its part of the box, with what all ranks have alike."""
         if not self._inspected.recipe.offload.max_memory.cpu.is_auto:  # auto is of this rank's part of the box already
-            asked = replace(asked, cpu_budget=asked.cpu_budget // peers.local_count)
-        if (alike := peers.alike) is not None:
+            asked = replace(asked, cpu_budget=asked.cpu_budget // seat.network.ranks_per_box)
+        if (alike := seat.alike) is not None:
             asked = replace(asked, sweeps=alike.sweeps, norm_first=alike.norm_first, commit_every=alike.commit_every)
         elif asked.norm_first is None and not may_measure_first(model, asked):
             asked = replace(asked, norm_first=False)  # others' stages may not, whatever this rank's may
-        owners = self._owners(model, asked, peers)
-        check_owners(model, owners, peers.count)
-        return model.of_rank(owners, peers.rank), asked
+        owners = self._owners(model, asked, seat)
+        check_owners(model, owners, seat.network.ranks)
+        view = model.of_rank(owners, seat.rank)
+        if asked.sweeps is None:  # a sweep has fewer micro-batches, and ranks wait for one another in each
+            whole = replace(asked, sweeps=1)
+            asked = whole if least_memory(view, self._hardware, whole) <= asked.cpu_budget else asked
+        return view, asked
 
-    def _owners(self, model: ModelSpec, asked: PlanRequest, peers: Peers) -> tuple[int, ...]:
+    def _owners(self, model: ModelSpec, asked: PlanRequest, seat: Seat) -> tuple[int, ...]:
         """Returns the rank of each stage: as a saved run has it, else as rank 0 deals them, by the times of its own machine."""
         saved = None if self._inspected.moves else self._inspected.manifest
         if saved is not None and saved.share is not None:
             return saved.share.owners
-        return fastest_deal(model, self._hardware, asked, peers.count) if peers.alike is None else peers.alike.owners
+        return fastest_deal(model, self._hardware, asked, seat.network) if seat.alike is None else seat.alike.owners
+
+    def chain_seconds(self, numerics: Numerics) -> float:
+        """Estimates the step of all ranks with such micro-batches if compute and the network bind."""
+        assert self._seat is not None
+        _, asked = self._request(numerics)
+        return chain_seconds(self._specified(numerics), self._hardware, asked, self._seat.network)
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe
@@ -296,13 +377,16 @@ class _Planner:
         if not inspected.known.is_elsewhere:
             return self._compared_sizes()
         recipe = inspected.recipe.model_dump_json()
-        about = (recipe, self._hardware, self._disks, inspected.in_place, self._epoch, self._range_experts)
+        about: tuple[object, ...] = (
+            recipe, self._hardware, self._disks, inspected.in_place, self._epoch, self._range_experts
+        )  # fmt: skip
+        about = about if self._seat is None else (*about, self._seat)
         return inspected.known.once(FastestSize, lambda: FastestSize(rows=self._compared_sizes()), *about).rows
 
     def _compared_sizes(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two. Those of a mixture may be
         larger, where compute takes the most time: each expert then has more rows, and nothing else becomes faster."""
-        recipe, hardware = self._inspected.recipe, self._hardware
+        recipe, hardware, seat = self._inspected.recipe, self._hardware, self._seat
         batch, length, usual = recipe.train.batch_size, recipe.dataset.max_seq_len, usual_tokens(hardware)
         middle, is_bound = sizes_of(batch, length, usual=usual)[1], False
 
@@ -326,7 +410,8 @@ class _Planner:
             fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
             if effort == "usual":
                 is_bound = plan.predicted.bottleneck != "compute"
-            return plan.predicted.step_seconds if fits else None
+            longest = 0.0 if seat is None else self.chain_seconds(asked.numerics)
+            return max(longest, plan.predicted.step_seconds) if fits else None
 
         is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[0].stages)
         return fastest_size(

@@ -12,6 +12,7 @@ from fuyou_cli.planner.dealing import fastest_deal, slowest, stage_times
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.ring import check_owners, deal
 from fuyou_cli.spec.hardware import STORE_RATES
+from fuyou_cli.spec.network import Network
 
 from .models import HARDWARE, NUMERICS, request
 from .test_plans import transformer
@@ -35,20 +36,20 @@ def blocks_of(owners: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_no_rank_takes_much_longer_than_its_share(ranks: int) -> None:
     times = stage_times(LLAMA, MACHINE, ASKED)
-    owners = fastest_deal(LLAMA, MACHINE, ASKED, ranks)
+    owners = fastest_deal(LLAMA, MACHINE, ASKED, Network(boxes=ranks))
     check_owners(LLAMA, owners, ranks)
     assert slowest(owners, times, MACHINE, ASKED) <= slowest(deal(LLAMA, ranks), times, MACHINE, ASKED)
 
 
 def test_where_compute_binds_the_head_counts_for_its_flops() -> None:
     fast = replace(MACHINE, adamw=((1, 1e15),), store_read=1e15, store_write=1e15)
-    few, many = sorted(blocks_of(fastest_deal(LLAMA, replace(fast, sustained_write=0.0), ASKED, 2)))
+    few, many = sorted(blocks_of(fastest_deal(LLAMA, replace(fast, sustained_write=0.0), ASKED, Network(boxes=2))))
     assert many - few == pytest.approx(3 * HEAD.forward_flops / (4 * LLAMA.stages[1].forward_flops), abs=1)
 
 
 def test_where_updates_bind_the_embedding_counts_for_its_parameters() -> None:
     slow = replace(MACHINE, adamw=((1, 1e8),))
-    by_compute, by_updates = (blocks_of(fastest_deal(LLAMA, machine, ASKED, 2)) for machine in (MACHINE, slow))
+    by_compute, by_updates = (blocks_of(fastest_deal(LLAMA, machine, ASKED, Network(boxes=2))) for machine in (MACHINE, slow))
     assert abs(by_updates[0] - by_updates[1]) <= 1 < by_compute[0] - by_compute[1]
 
 
@@ -64,4 +65,4 @@ def test_what_rests_in_memory_does_not_cross() -> None:
 
 def test_without_rates_flops_decide() -> None:
     unknown = replace(HARDWARE, matmul_flops=0.0, stage_rates=(), adamw=())
-    assert blocks_of(fastest_deal(LLAMA, unknown, request(), 2)) == blocks_of(deal(LLAMA, 2))
+    assert blocks_of(fastest_deal(LLAMA, unknown, request(), Network(boxes=2))) == blocks_of(deal(LLAMA, 2))

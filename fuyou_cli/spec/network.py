@@ -1,0 +1,60 @@
+"""Defines `Network`: what connects the ranks of a run, as it is described. Nothing of it is measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..core.errors import UsageError
+from ..core.units import parse_rate
+
+# Assumptions. Of an Ethernet's bits TCP delivers 94 % with packets of 1,500 bytes, and a message takes a tenth of a millisecond
+# through both hosts' kernels and a switch. Ranks on one box send through its loopback: every byte is copied four times.
+PAYLOAD, LATENCY = 0.94, 1e-4
+WITHIN_BOX, WITHIN_LATENCY = 3e9, 3e-5
+ASSUMED_NAME, ASSUMED_LINK = "10GbE", 10e9 / 8 * PAYLOAD  # where none is described
+_ETHERNET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(GbE|Gbit/s|Gbps|Mbit/s|Mbps)\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """Describes boxes with as many ranks each. Ranks are counted box by box."""
+
+    boxes: int = 1
+    ranks_per_box: int = 1
+    link: float = ASSUMED_LINK  # bytes per second, each way, of a box
+    link_name: str = ""
+    latency: float = LATENCY  # seconds
+
+    @property
+    def ranks(self) -> int:
+        return self.boxes * self.ranks_per_box
+
+    def box(self, rank: int) -> int:
+        return rank // self.ranks_per_box
+
+    def way(self, sender: int, receiver: int) -> tuple[float, float]:
+        """Returns the rate and the latency between two ranks."""
+        if self.box(sender) == self.box(receiver):
+            return WITHIN_BOX, WITHIN_LATENCY
+        return self.link, self.latency
+
+    def seconds(self, sender: int, receiver: int, size: float) -> float:
+        """Returns the seconds that a message takes once both are ready for it."""
+        rate, latency = self.way(sender, receiver)
+        return size / rate + 2 * latency
+
+
+def parse_link(text: str) -> float:
+    """Parses "10GbE", "25Gbit/s" or "1.2GB/s" into the bytes per second that arrive. Raises UsageError."""
+    if (match := _ETHERNET.match(text)) is not None:
+        unit = 1e6 if match[2].lower().startswith("m") else 1e9
+        rate = float(match[1]) * unit / 8 * PAYLOAD
+    else:
+        try:
+            rate = parse_rate(text, "B/s")
+        except ValueError:
+            rate = 0.0
+    if not rate:
+        raise UsageError(f"--link: {text!r} is no rate of a network", hint="write 10GbE, 2.5GbE, 25Gbit/s or 1.2GB/s")
+    return rate
