@@ -3,8 +3,8 @@
 
     python scripts/plan_table.py [--beside FILE] [--checkout DIR] [--results DIR]
     needs no GPU and no drives; a few minutes
-    to try the script itself: --quick, one plan; --readme also writes the clipped ones into the README's table; --others or
-    --mixtures instead
+    to try the script itself: --quick, one plan; --readme also writes the clipped ones into the README's table; --others,
+    --mixtures or --boxes instead
 
 The plans are of 8B, 14B, 32B and 70B with 64 and 128 GiB of RAM, one and two gen4 drives, with and without clipping, 8 rows of
 4,096 tokens a step, 1,000 steps, and defaults for the rest. Shapes are in tests/engine/configs; 32B is 14B with the differences
@@ -12,8 +12,9 @@ listed here. `--checkout` plans with the sources of another checkout whose C ext
 of an earlier result below each line. `--others` plans what other trainers have published of an RTX 4090: 512 rows of 1,024
 tokens a step. Their figures were measured, ours are predicted. `--mixtures` plans mixtures of experts on cards of 12 to 24 GB,
 32,768 tokens a step: at the rates of dense blocks, as the first sketch of them did, and as plans do, which charge what few rows
-of each of many experts cost a GPU. fuyou is exact: weights, what float32 masters add to them, and float32 moments take 12 bytes
-per parameter, and gradients 4 more.
+of each of many experts cost a GPU. `--boxes` plans one, two and four boxes of an RTX 4090, 64 GiB and one gen4
+drive each that train one model together over 10GbE, in full and with LoRA. fuyou is exact: weights, what float32 masters add to
+them, and float32 moments take 12 bytes per parameter, and gradients 4 more.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import described as machine_of
 from fuyou_cli.planner.place import too_small
+from fuyou_cli.recipe.load import LoadedRecipe
 from fuyou_cli.spec.plan import Plan
 
 QWEN_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64}
@@ -78,7 +80,8 @@ PUBLISHED = {
     "14B": {"LLM.Q, 6 bytes": 1348, "LLaMA-Factory, ZeRO-3 offload, 14 bytes": 1135},
 }
 THEIR_ROWS, THEIR_LENGTH = 512, 1024
-README_BEGIN, README_END = "<!-- plan table -->", "<!-- end of plan table -->"
+TABLES = {name: (f"<!-- {name} table -->", f"<!-- end of {name} table -->") for name in ("plan", "boxes")}
+BOXES, METHODS, LINK = (1, 2, 4), ("full", "LoRA"), "10GbE"
 NEAR_SKETCH = 0.85
 MOST_OF_COMPUTE = 1.15  # 8B with 128 GiB, clipped as by default
 
@@ -95,9 +98,12 @@ class Case:
     method: str = "full"
     overrides: tuple[str, ...] = ()
     sketched: int = 0  # tokens/s of the first sketch of mixtures
+    boxes: int = 0  # that train it together; 0: not planned so
 
     @property
     def words(self) -> str:
+        if self.boxes:
+            return f"{self.model}, {self.method}, {self.boxes} x {self.gpu}, {self.drives}, {self.ram}"
         if self.sketched:
             part = "".join(f" with {override.rpartition('=')[2]}" for override in self.overrides)
             return f"{self.model}, {self.method}, {self.gpu}{part}, {self.ram}, {self.drives}"
@@ -116,6 +122,11 @@ def cases() -> Iterator[Case]:
 def others() -> Iterator[Case]:
     for model, ram in product(PUBLISHED, ("64GiB", "128GiB", "256GiB")):
         yield Case(model=model, ram=ram, drives="2xgen4", clipped=True, rows=THEIR_ROWS, length=THEIR_LENGTH)
+
+
+def on_boxes() -> Iterator[Case]:
+    for model, method, boxes in product(("8B", "32B", "70B"), METHODS, BOXES):
+        yield Case(model=model, ram="64GiB", drives="gen4", clipped=True, method=method, boxes=boxes)
 
 
 def mixtures() -> Iterator[Case]:
@@ -161,6 +172,8 @@ def figures_of(case: Case, *, dense: bool = False) -> dict[str, Any] | str:
     config = (known_config(name) if name else {}) | differences
     with recipe_of(config, length=case.length, train=train, overrides=overrides, **more) as loaded:
         try:
+            if case.boxes > 1:
+                return _figures_of_ring(loaded, case)
             planned = plan_recipe(loaded, hardware, say=write_status)
         except FuyouError as error:
             return error.message
@@ -169,6 +182,21 @@ def figures_of(case: Case, *, dense: bool = False) -> dict[str, Any] | str:
     if not planned.request.has_room_for(planned.plan, hardware):
         return "the device or the drives have no room for it"
     return figures(planned.plan, case.rows * case.length)
+
+
+def _figures_of_ring(loaded: LoadedRecipe, case: Case) -> dict[str, Any] | str:
+    """Returns the figures of several boxes: a step of all, and what the fullest of them writes."""
+    from fuyou_cli.advice.rings import plan_ring
+    from fuyou_cli.machine.described import described_box
+    from fuyou_cli.spec.network import Network, parse_link
+
+    network = Network(boxes=case.boxes, link=parse_link(LINK), link_name=LINK)
+    ring = plan_ring(loaded, described_box(f"{case.gpu},{case.drives},{case.ram}"), network, say=write_status, beside=False)
+    if ring.problems:
+        return ring.problems[0]
+    slowest = figures(ring.ranks[ring.slowest].plan, case.rows * case.length)
+    step = {"step_seconds": ring.step_seconds, "tokens_per_second": ring.tokens_per_second}
+    return {**slowest, **step, "written_per_step": ring.written_on_a_box(), "idle": ring.idle, "remarks": ring.remarks()}
 
 
 def figures(plan: Plan, tokens: int) -> dict[str, Any]:
@@ -242,6 +270,17 @@ def for_readme(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def boxes_for_readme(rows: Sequence[Row]) -> str:
+    """Returns a line per number of boxes and a column per model and method, in Markdown."""
+    found, columns = {row.what: row.values for row in rows}, list(product(("8B", "32B", "70B"), METHODS))
+    titles = [model if method == "full" else f"{model} {method}" for model, method in columns]
+    lines = ["| boxes | " + " | ".join(titles) + " |", "| --- " * (1 + len(titles)) + "|"]
+    for boxes in BOXES:
+        of = (Case(model=m, ram="64GiB", drives="gen4", clipped=True, method=how, boxes=boxes) for m, how in columns)
+        lines.append(f"| {boxes} | " + " | ".join(_cell(found.get(case.words)) for case in of) + " |")
+    return "\n".join(lines)
+
+
 def _cell(values: Mapping[str, Any] | None) -> str:
     if not values:
         return "does not fit"
@@ -249,11 +288,11 @@ def _cell(values: Mapping[str, Any] | None) -> str:
     return f"{values['tokens_per_second']:,.0f} tokens/s, {written:,.{int(written < 10)}f} TB"
 
 
-def write_readme(table: str) -> None:
-    path = ROOT / "README.md"
-    before, _, rest = path.read_text(encoding="utf-8").partition(README_BEGIN)
-    _, _, after = rest.partition(README_END)
-    path.write_text(f"{before}{README_BEGIN}\n{table}\n{README_END}{after}", encoding="utf-8")
+def write_readme(name: str, table: str) -> None:
+    path, (begin, end) = ROOT / "README.md", TABLES[name]
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    path.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -261,6 +300,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--quick", action="store_true", help="one plan: tries the script")
     options.add_argument("--others", action="store_true", help="what others have published, instead")
     options.add_argument("--mixtures", action="store_true", help="mixtures of experts, instead")
+    options.add_argument("--boxes", action="store_true", help="several boxes, instead")
     options.add_argument("--readme", action="store_true", help="write the table of the README")
     options.add_argument("--beside", type=Path, help="an earlier result of this script")
     options.add_argument("--checkout", type=Path, default=ROOT, help="whose sources plan (default: this one)")
@@ -271,12 +311,12 @@ def main(words: Sequence[str] | None = None) -> int:
         raise SystemExit(f"--checkout: this Python plans with {planned_by}; use that checkout's own interpreter")
     show_command("scripts/plan_table.py", words)
     before, rows = kept(asked.beside), []
-    every = others() if asked.others else mixtures() if asked.mixtures else cases()
+    every = others() if asked.others else mixtures() if asked.mixtures else on_boxes() if asked.boxes else cases()
     for case in list(every)[: 1 if asked.quick else None]:
         rows.append(row_of_mixture(case) if asked.mixtures else row_of(case, figures_of(case), before.get(case.words)))
         say(f"{case.words}: {rows[-1].measured}{' FAIL' if rows[-1].verdict == FAIL else ''}")
     if asked.readme:
-        write_readme(for_readme(rows))
+        write_readme("boxes" if asked.boxes else "plan", boxes_for_readme(rows) if asked.boxes else for_readme(rows))
     tokens = THEIR_ROWS * THEIR_LENGTH if asked.others else ROWS * LENGTH
     settings = {"tokens_per_step": tokens, "steps": STEPS, "sources": commit(asked.checkout)}
     return conclude(asked.name, rows, results=asked.results, settings=settings)

@@ -34,6 +34,8 @@ from .room import Room, RunWear, Spared, Writes, export_folder, plan_problems, s
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import SamplesSection
 
+    from .rings import TwoBoxes
+
 USUAL = 1000  # steps for which writes are shown if the run's length is not known
 _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides
 _CHARACTERS = 4  # of a token, about
@@ -70,6 +72,7 @@ class RunFacts:
     tried: int = 0  # plans made to find them
     faster: tuple[Outcome, ...] | None = None  # changes for a run that waits for its drives, best first; None: not looked for
     faster_command: str = ""  # command that plans the first of them
+    boxes: TwoBoxes | None = None  # like this one; None: not looked for
     sooner: Plan | None = None  # the same plan, committed so often that a crash loses little, if now it loses much
     advice: str = ""  # what to do if no changes were looked for
     region: FastRegion | None = None  # of the drives; None if they are not known to slow down

@@ -25,7 +25,7 @@ from fuyou_cli.planner.run_planner import Effort
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.length import epoch_of, sampled_epoch
+from fuyou_cli.training.length import Epoch, epoch_of, sampled_epoch
 from fuyou_cli.training.plan_step import layers_of, plan, plan_request, replan
 from fuyou_cli.training.prepare import Inspected, Planned, StoreDisks, inspect, resolve, run_directories, unheard
 
@@ -53,6 +53,16 @@ def plan_recipe(
 ) -> Planned:
     """Plans for this machine, or for a described one, of which only its device, memory and drives count. `measure` measures a
     new machine first; `count` counts the rows of an epoch in the data."""
+    inspected, hardware, disks, epoch = inspected_for_plan(
+        loaded, described, measure=measure, count=count, say=say, progress=progress
+    )
+    return plan(inspected, hardware, disks, epoch=epoch, effort=effort, say=say)
+
+
+def inspected_for_plan(
+    loaded: LoadedRecipe, described: HardwareProfile | None, *, measure: bool, count: bool, say: Say, progress: Progress
+) -> tuple[Inspected, HardwareProfile, StoreDisks, Epoch | None]:
+    """Finds out what a plan is made from: the model, the machine, the room on its disks, and the rows if they are counted."""
     here = described is None
     recipe = loaded.recipe if described is None else on_described(loaded, described).recipe
     resolved = resolve(recipe, to_run=False, here=here, say=say, progress=progress)
@@ -64,7 +74,7 @@ def plan_recipe(
         hardware, disks = described, described_disks(described)
     look = epoch_of if inspected.recipe.train.max_steps is None else sampled_epoch  # how many steps, and how long one is
     epoch = look(inspected.recipe, inspected.tokenizer_dir, say) if count else None
-    return plan(inspected, hardware, disks, epoch=epoch, effort=effort, say=say)
+    return inspected, hardware, disks, epoch
 
 
 def warn_of_memory(loaded: LoadedRecipe, say: Say) -> None:

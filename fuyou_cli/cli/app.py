@@ -179,6 +179,10 @@ def plan(
     hardware: Annotated[
         str | None, _option(metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB.")
     ] = None,
+    boxes: Annotated[int, _option("--boxes", metavar="N", help="Plan for N such boxes that train the model together.")] = 1,
+    link: Annotated[
+        str | None, _option("--link", metavar="RATE", help="What connects them: 10GbE (the default), 25GbE, 1.2GB/s.")
+    ] = None,
     json_output: _Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show every stage, and where rates come from.")] = False,
 ) -> None:
@@ -189,7 +193,8 @@ def plan(
     """
     loaded = _loaded_recipe(recipe, overrides)
     ranks = loaded.recipe.train.nproc
-    _plan(loaded, dry_run=dry_run, hardware=hardware, json_output=json_output, verbose=verbose, ranks=ranks)
+    options: dict[str, Any] = {"boxes": boxes, "link": link, "json_output": json_output, "verbose": verbose, "ranks": ranks}
+    _plan(loaded, dry_run=dry_run, hardware=hardware, **options)
 
 
 @app.command()

@@ -7,24 +7,30 @@ one that cannot be trained yet. A described machine replaces this one completely
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fuyou_cli.advice.facts import facts_of, with_evaluation
 from fuyou_cli.advice.planning import Outcome, Replanner, changes_that_help, command_of, plan_recipe, ways_to_be_faster
+from fuyou_cli.advice.rings import plan_ring, two_boxes
 from fuyou_cli.advice.room import check_export, check_output, room_of
-from fuyou_cli.core.errors import PlanError
-from fuyou_cli.machine.described import described
+from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.machine.described import Box, described_box
+from fuyou_cli.spec.network import ASSUMED_LINK, ASSUMED_NAME, Network, parse_link
 from fuyou_cli.training.length import counted_evaluation
 
 from .console import result_console, status_console, write_json, write_status
 from .error_screen import like_ctrl_c
 from .render.plan_screen import plan_json, show_plan
 from .render.progress import TransferDisplay
+from .render.ring_screen import ring_json, show_ring
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
     from fuyou_cli.advice.planning import Outcome
     from fuyou_cli.recipe.load import LoadedRecipe
+
+MOST_BOXES = 64
 
 
 @like_ctrl_c()  # so that a process that tokenises ends too
@@ -35,17 +41,22 @@ def run_plan(
     hardware: str | None = None,
     json_output: bool = False,
     verbose: bool = False,
+    boxes: int = 1,
+    link: str | None = None,
     ranks: int = 1,
 ) -> bool:
-    """Plans, and returns whether the run fits. `hardware` describes a machine; without it, this one is planned for. `ranks`: of
-    the run, whose plans are others. Raises PlanError if there is no plan (with --json also printed on stdout)."""
-    notes = _Notes()
-    if ranks > 1:
-        notes(f"note: this plan is of one process. Each of {ranks} has its own, for its blocks: finetune shows the first one's")
+    """Plans, and returns whether the run fits. `hardware` describes a machine; without it, this one is planned for. `boxes`:
+    like it; `ranks`: on each, where a description has not several cards. Raises PlanError if there is no plan (with --json also
+    printed on stdout)."""
+    notes, box = _Notes(), None if hardware is None else described_box(hardware)
+    network = _network(box, boxes, link, ranks)
+    options = [*([] if hardware is None else ["--hardware", hardware]), *["--dry-run"] * dry_run]
     if hardware is None:
         check_output(loaded.recipe)
     try:
-        outcome = _planned(loaded, hardware, notes, measured=not dry_run)
+        if network.ranks > 1:
+            return _run_ring(loaded, box, network, notes, measured=not dry_run, json_output=json_output, verbose=verbose)
+        outcome = _planned(loaded, box, notes, measured=not dry_run)
     except PlanError as error:
         notes.write()
         if json_output:
@@ -53,7 +64,6 @@ def run_plan(
         raise
     if hardware is None:
         check_export(loaded.recipe, outcome.prepared.model_dir)  # before any output: a refused export does not fit
-    options = [*([] if hardware is None else ["--hardware", hardware]), *["--dry-run"] * dry_run]
     facts = _facts(loaded, options, outcome, described=hardware is not None, counted=not dry_run)
     facts = replace(facts, notes=tuple(notes.kept))
 
@@ -63,6 +73,33 @@ def run_plan(
     else:
         show_plan(result_console(), facts, verbose=verbose)
     return not outcome.problems
+
+
+def _network(box: Box | None, boxes: int, link: str | None, ranks: int) -> Network:
+    """Returns what connects the ranks that are planned. Raises UsageError."""
+    if not 1 <= boxes <= MOST_BOXES:
+        raise UsageError(f"--boxes {boxes}: a plan is of 1 to {MOST_BOXES} boxes")
+    if boxes == 1 and link is not None:
+        raise UsageError(f"--link {link} connects boxes, and there is one", hint="add --boxes 2")
+    cards = ranks if box is None or box.machine.device == "cpu" else box.cards
+    name = (link or ASSUMED_NAME) if boxes > 1 else ""
+    return Network(boxes=boxes, ranks_per_box=cards, link=parse_link(name) if name else ASSUMED_LINK, link_name=name)
+
+
+def _run_ring(
+    loaded: LoadedRecipe, box: Box | None, network: Network, notes: _Notes, *, measured: bool, json_output: bool, verbose: bool
+) -> bool:
+    """Plans the ranks of a run, and shows them."""
+    with TransferDisplay(status_console()) as progress:
+        ring = plan_ring(loaded, box, network, measure=measured, count=measured, say=notes, progress=progress)
+    facts = facts_of(ring.ranks[ring.slowest], ring.rooms[ring.slowest], described=box is not None)
+    facts = replace(facts, notes=tuple(notes.kept))
+    if json_output:
+        notes.write()
+        write_json(ring_json(ring, facts))
+    else:
+        show_ring(result_console(), ring, facts, verbose=verbose)
+    return not ring.problems
 
 
 class _Notes:
@@ -84,9 +121,9 @@ class _Notes:
             write_status(note if note.startswith("warning: ") else f"note: {note}")
 
 
-def _planned(loaded: LoadedRecipe, hardware: str | None, notes: _Notes, *, measured: bool) -> Outcome:
+def _planned(loaded: LoadedRecipe, box: Box | None, notes: _Notes, *, measured: bool) -> Outcome:
     with TransferDisplay(status_console()) as progress:
-        machine = None if hardware is None else described(hardware)
+        machine = None if box is None else box.machine
         planned = plan_recipe(loaded, machine, measure=measured, count=measured, say=notes, progress=progress)
     return Outcome(changes=(), prepared=planned, room=room_of(planned, described=machine is not None))
 
@@ -103,8 +140,14 @@ def _facts(loaded: LoadedRecipe, options: list[str], outcome: Outcome, *, descri
         faster = ways_to_be_faster(elsewise)
         added = faster[0].overrides if faster else ()
         again = command_of(loaded, "plan", changes=added, options=options) if faster else ""
-        facts = replace(facts, faster=faster, faster_command=again)
+        boxes = two_boxes(prepared, outcome.room, partial(_command_for, loaded, options))
+        facts = replace(facts, faster=faster, faster_command=again, boxes=boxes)
     else:
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
     return facts
+
+
+def _command_for(loaded: LoadedRecipe, options: list[str], network: Network) -> str:
+    """Returns the command that plans boxes so connected."""
+    return command_of(loaded, "plan", options=[*options, "--boxes", str(network.boxes), "--link", network.link_name])

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fuyou_cli.advice.facts import USUAL, RunFacts
 from fuyou_cli.advice.planning import Outcome, altered, per_token
+from fuyou_cli.advice.rings import TwoBoxes
 from fuyou_cli.advice.room import WORN, Room, Spared, wear_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.json_files import one_line
@@ -58,6 +59,11 @@ def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
     show_answer(console, facts, shapes)
     warn_of_wear(console, facts)
     heading(console, "Plan")
+    show_details(console, facts, shapes, verbose=verbose)
+
+
+def show_details(console: Console, facts: RunFacts, shapes: Symbols, *, verbose: bool) -> None:
+    """Prints all of a plan but the answer."""
     pairs(console, _understood(facts, shapes) + _machine(facts, shapes))
     if facts.deciding_assumptions or (verbose and facts.hardware.measured == "described"):
         _rates(console, facts, shapes)
@@ -358,6 +364,8 @@ def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:
         ("wear", wear_in_brief(facts)),
         ("next", _next(facts, fits=not problems)),
     ]
+    if facts.boxes is not None and not problems:
+        rows.append(("boxes", boxes_in_words(facts.boxes, facts.plan)))
     if not problems and _advised(facts):
         rows += [("or", _changed(outcome, facts)) for outcome in _advised(facts)[1:]]
         rows += [("try", facts.faster_command), *([("run", f"{facts.command} (as planned here)")] if facts.command else [])]
@@ -443,6 +451,18 @@ def _changed(outcome: Outcome, facts: RunFacts) -> str:
         f"add {_keys(outcome, facts)}: {tokens[0]} tokens/s instead of {tokens[1]}; a step takes {brief(now.step_seconds)} "
         f"instead of {brief(times * was.step_seconds)}{as_many} and writes {gb(now.written_per_step)} instead of "
         f"{gb(times * was.written_per_step)}"
+    )
+
+
+def boxes_in_words(boxes: TwoBoxes, plan: Plan) -> str:
+    """Says what two boxes like the planned one would do, and what not."""
+    why = f" ({'; '.join(boxes.remarks)})" if boxes.remarks else ""
+    if not boxes.helps:
+        return f"two such boxes over {boxes.network.link_name} would be {boxes.times:.2g} times as fast: no gain{why}"
+    written = [gb(USUAL * size) for size in (boxes.written, plan.predicted.written_per_step)]
+    return (
+        f"two such boxes over {boxes.network.link_name}: {speed(boxes.tokens_per_second)} tokens/s, {boxes.times:.1f}x, "
+        f"{written[0]} on a box instead of {written[1]} in {some(USUAL, 'step')}{why}: {boxes.command}"
     )
 
 
@@ -781,6 +801,7 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "changes": None if facts.changes is None else changes,
         "faster": None if facts.faster is None else [changed(outcome) for outcome in facts.faster],
         "faster_command": facts.faster_command or None,
+        **({} if facts.boxes is None else {"boxes": asdict(facts.boxes)}),
         "tried": None if facts.changes is None else facts.tried,
         "plan": asdict(plan),
     }
