@@ -243,8 +243,8 @@ CHECKPOINT_AND_SWAP = (
     ),
     Mutation("return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank", "return alpha / rank", "adapters"),
     Mutation(
-        "return found * (self.magnitude / norms)[self._outputs(first, len(piece))]",
-        "return found * self.magnitude[self._outputs(first, len(piece))]",
+        "return merged_piece * (self.magnitude / norms)[self._outputs(first, len(piece))]",
+        "return merged_piece * self.magnitude[self._outputs(first, len(piece))]",
         "adapters",
     ),
     Mutation(

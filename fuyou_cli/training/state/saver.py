@@ -278,8 +278,7 @@ class Saver:
         if note:
             self.say(f"note: {note}")
         self.commits.restart(self._as_it_goes_on(saved))
-        self.residency.commits.base = saved.step
-        restore_generators(saved.random, self.device.torch_device)
+        self._go_on_from(saved)
         self._remove_elsewhere()
 
     def bring(self, store: SavedStore, progress: Progress) -> None:
@@ -301,9 +300,13 @@ class Saver:
         self.commits.finish()
         assert self.commits.last is not None
         self.files.restore(self.commits.last, self.residency.records)
+        self._go_on_from(saved)
+        self._remove_elsewhere(*(one.folder for one in stores_of(store)))
+
+    def _go_on_from(self, saved: Manifest) -> None:
+        """Keeps what the manifest names until the next commit, and draws on where it ended."""
         self.residency.commits.base = saved.step
         restore_generators(saved.random, self.device.torch_device)
-        self._remove_elsewhere(*(one.folder for one in stores_of(store)))
 
     def _remove_elsewhere(self, *also: Path) -> None:
         """Removes what other numbers of ranks have of this run: all of it is here, committed by all."""
