@@ -40,7 +40,7 @@ def _simulated(spec: ModelSpec, hardware: HardwareProfile, request: PlanRequest,
     return made, simulate(spec, hardware, made, plan_schedule(spec, made), steps=steps)
 
 
-@examples(60)
+@examples(40)
 @given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]))
 def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: ModelSpec, device: str) -> None:
     request = replace(data.draw(request_for(spec, swept=True)), device=device)
@@ -83,7 +83,7 @@ def test_a_step_takes_at_least_what_the_hosts_memory_takes(
     assert (free.step_seconds, free.stalls) == (unknown.step_seconds, unknown.stalls)
 
 
-@examples(60)
+@examples(40)
 @given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]), h2d=st.floats(1e7, 1e11))
 def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
     data: st.DataObject, spec: ModelSpec, device: str, h2d: float
@@ -122,14 +122,14 @@ def test_no_later_update_keeps_a_slot_for_gradients_from_backward() -> None:
     assert step.step_seconds < 1.25 * seconds["compute"]
 
 
-@examples(25)
+@examples(15)
 @given(data=st.data(), spec=specs)
 def test_the_same_inputs_give_the_same_timeline(data: st.DataObject, spec: ModelSpec) -> None:
     request = data.draw(request_for(spec, swept=True))
     assert _simulated(spec, DEAR_TRANSFERS, request)[1] == _simulated(spec, DEAR_TRANSFERS, request)[1]
 
 
-@examples(25)
+@examples(15)
 @given(data=st.data(), spec=specs, factor=st.sampled_from([0.25, 4.0]))
 def test_time_scales_with_the_machine(data: st.DataObject, spec: ModelSpec, factor: float) -> None:
     """A machine that is slower in everything takes that much longer, and nothing else changes."""
