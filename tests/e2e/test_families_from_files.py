@@ -151,7 +151,7 @@ def compare(name: str, label: str, new_project: NewProject, folder: Path) -> Non
     assert found == pytest.approx(expected, rel=bound), (name, label)
 
 
-@pytest.mark.parametrize(("name", "label"), every(2, QUICK))
+@pytest.mark.parametrize(("name", "label"), every(4, QUICK))
 def test_as_in_memory(name: str, label: str, new_project: NewProject, tmp_path: Path) -> None:
     compare(name, label, new_project, tmp_path / "model")
 

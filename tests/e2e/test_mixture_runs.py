@@ -194,8 +194,7 @@ def test_an_expert_as_target_is_refused_by_name(mixture: NewProject) -> None:
     ("family", "kind", "number"),
     [
         ("qwen3_moe", "nf4", 2 * 4 * 3),
-        ("gpt_oss", "nf4", 2 * 2),
-        *every(2, [("granitemoe", "nf4", 2 * 2), ("gpt_oss", "int8", 2 * 2)]),
+        *every(3, [("gpt_oss", "nf4", 2 * 2), ("granitemoe", "nf4", 2 * 2), ("gpt_oss", "int8", 2 * 2)]),
     ],
 )
 def test_experts_rest_quantised(family: str, kind: str, number: int, mixture: NewProject, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_nothing_to_quantise_is_one_error(new_project: NewProject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dora"), [*((kind, False) for kind in FORMATS), ("nf4", True), ("nf4_double", True)]
+    ("kind", "dora"), every(2, [*((kind, False) for kind in FORMATS), ("nf4", True), ("nf4_double", True)])
 )  # peft's DoRA over the library's int8 layers fails on a CPU
 def test_bytes_and_losses_are_those_of_bitsandbytes(kind: str, dora: bool, qlora: NewProject) -> None:
     project = qlora(kind, changes={"adapter": {"r": 4, "use_dora": dora}, "train.max_steps": 20})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import every
+from drawn import crossed, every
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
@@ -273,8 +273,7 @@ def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
         assert str(manifest) in refused.value.message
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rows", [0, 100])
+@crossed(2, compute=["bfloat16", "float32"], rows=[0, 100])
 def test_a_float32_checkpoint_survives_to_the_bit(rows: int, compute: str, new_project: NewProject, tmp_path: Path) -> None:
     """Stops before anything was learnt: weights and remainders are what the checkpoint held, put together from the pieces of a
     cut vocabulary."""

@@ -147,7 +147,7 @@ def test_what_configuration_and_files_do_not_agree_on(plain: Path, project_of: N
         prepared_run(project_of(double, "plain-files"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(2, KINDS))
 def test_a_model_is_computed_without_training(kind: str, plain: Path, tmp_path: Path) -> None:
     import transformers
 
@@ -175,7 +175,7 @@ def test_the_command_trains_and_merges(plain: Path, project_of: NewProject, tmp_
         torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(2, KINDS))
 def test_the_library_writes_the_same_file_and_has_the_same_losses(
     kind: str, plain: Path, project_of: NewProject, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import every
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training import loggers
@@ -39,7 +40,7 @@ def _reported(project: Project, trace: Trace | None = None) -> tuple[Run, list[S
     return run, reports
 
 
-@pytest.mark.parametrize(("device", "clip"), [("cpu", 0.5), ("cpu", None), ("emulated", None)])
+@pytest.mark.parametrize(("device", "clip"), every(2, [("cpu", 0.5), ("cpu", None), ("emulated", None)]))
 def test_every_interval_is_there_once(new_project: NewProject, tmp_path: Path, device: str, clip: float | None) -> None:
     """Compares a run's timelines with its counters, and with its trace."""
     changes = {"train.max_steps": STEPS, "offload.device": device, "train.clip_grad_norm": clip}

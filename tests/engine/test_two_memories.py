@@ -161,7 +161,7 @@ WAYS: dict[str, dict[str, Any]] = {
 CASES = [case for case in product(SUBJECTS, WAYS) if case != ("small states", "on the device")]  # they have no such home
 
 
-@pytest.mark.parametrize(("name", "way"), every(9, CASES))
+@pytest.mark.parametrize(("name", "way"), every(14, CASES))
 def test_steps(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(SUBJECTS[name](), tmp_path, monkeypatch, **WAYS[way]) as (rig, mixed):
         step_twice(rig, mixed)

@@ -151,7 +151,7 @@ def summed_loss(model: Any, rows: Sequence[Row]) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("family", every(2, UNLIKE))
+@pytest.mark.parametrize("family", every(3, UNLIKE))
 def test_as_plain_pytorch(family: str, tmp_path: Path) -> None:
     """Losses within 1e-6. AdamW's first steps enlarge the last bit of a small gradient, so weights are the same to 1e-5."""
     optimizer = KEY_BIASES if family in ("gpt2", "opt", "gpt_neox", "bloom", "gpt_neo", "falcon") else OPTIMIZER
