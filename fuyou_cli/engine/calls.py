@@ -32,6 +32,7 @@ from ..spec.plan import MicroBatch
 from .attention import Documents, attending_apart, check_arguments, laid_out, turns
 from .experts import BANK, is_experts
 from .fake_mode import RememberingMode
+from .operators import DEVICE_OF, device_of
 from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting, stays_float32
 
 WORKING = "decoders such as Llama, Qwen and their mixtures train; scripts/results/MODELS.md lists every family that was tried"
@@ -199,6 +200,8 @@ class Between(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
+        if func is DEVICE_OF:
+            return device_of(*args)
         self.draws = self.draws or (not self.in_stage and torch.Tag.nondeterministic_seeded in func.tags)
         return func(*args, **(kwargs or {}))
 

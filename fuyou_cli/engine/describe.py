@@ -36,7 +36,7 @@ from .calls import Between, StageCall, only_refusals, stage_calls, tracing
 from .cutting import Sent, add_outputs, differentiate, is_lookup, is_plain, scales_rows
 from .experts import Route, work_of
 from .loss import Head, TokenLoss, TokenPart, pieces
-from .operators import Operators, factors, is_attention, name_of
+from .operators import DEVICE_OF, Operators, device_of, factors, is_attention, name_of
 from .skeleton import EXPERT_KEYS, TORCH_DTYPE, setting, stays_float32
 
 _aten = torch.ops.aten
@@ -99,6 +99,8 @@ class LiveBytes(TorchDispatchMode):
         self._seen.discard(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return device_of(*args)
         out = func(*args, **(kwargs or {}))
         for value in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(value, torch.Tensor):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -45,6 +46,14 @@ _ATTENTION = frozenset(
         "fused_attention_overrideable",
     )
 )  # fmt: skip
+
+
+# torch asks for the device of a fake tensor several times for each operator, by an operator: of all that a trace sees, half.
+DEVICE_OF = torch.ops.prim.device.default
+
+
+def device_of(tensor: FakeTensor) -> torch.device:
+    return tensor.fake_device
 
 
 def name_of(func: Any) -> str:
@@ -106,6 +115,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return device_of(*args)
         kwargs = kwargs or {}
         kind = self._kind(func, args)
         if kind is None:
