@@ -139,7 +139,7 @@ def plan_ring(
         loaded, machine, measure=measure, count=count, say=say, progress=progress
     )
     try:
-        refuse_keys(inspected.recipe)
+        refuse_keys(inspected.recipe, network.ranks)
     except UsageError as error:
         say(f"note: {error.message}. {REFUSED}")
     part = hardware.shared(network.ranks_per_box) if box is None else box.of_rank(network.ranks_per_box)

@@ -235,13 +235,14 @@ def _train(
     with Run(ready, announce=write_status, ends_process=True) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(planned, run)
-        keep_companions(
-            run.store.paths[0].parent,
-            planned.recipe.tokenizer,
-            model_dir=planned.model_dir,
-            tokenizer_dir=planned.tokenizer_dir,
-            adapter=configuration(planned.recipe, planned.anatomy.model, planned.model_dir),
-        )
+        if not planned.is_copy:
+            keep_companions(
+                run.store.paths[0].parent,
+                planned.recipe.tokenizer,
+                model_dir=planned.model_dir,
+                tokenizer_dir=planned.tokenizer_dir,
+                adapter=configuration(planned.recipe, planned.anatomy.model, planned.model_dir),
+            )
         if log is not None:
             log.write("loaded", {})
             for change in ready.changes:

@@ -39,7 +39,7 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
     if count > (cores := core_count()):
         what = f"{count} processes need a core each, and this box lets them use {cores}"
         raise UsageError(what, hint=f"--nproc {cores} or fewer (train.nproc)")
-    refuse_keys(recipe)
+    refuse_keys(recipe, count)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -155,11 +155,12 @@ class Rank:
     would wait for peers that are lost."""
 
     def __init__(self, place: Place, recipe: Recipe) -> None:
-        from fuyou_cli.training.alike import refuse_keys
+        from fuyou_cli.training.alike import are_replicas, refuse_keys
         from fuyou_cli.training.peers import Peers
 
-        refuse_keys(recipe)
-        self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout)
+        refuse_keys(recipe, place.count)
+        replicas = are_replicas(recipe, place.count)
+        self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout, are_replicas=replicas)
         self._quiet = None if self.peers.is_first else QuietRank()
 
     def __enter__(self) -> Rank:

@@ -165,6 +165,27 @@ def _batch(recipe: Recipe) -> Broken:
         yield "train.micro_batch_size", message, f"use {_divisor_near(batch, micro)}, or auto"
 
 
+def _lanes(recipe: Recipe) -> Broken:
+    train, lanes = recipe.train, recipe.train.lanes
+    if recipe.adapter is None:
+        for key, is_asked in (("train.lanes", lanes > 1), ("train.parallel", train.parallel == "replicas")):
+            if is_asked:
+                message = f"`{key}: {getattr(train, key.removeprefix('train.'))}` is for adapters, whose gradients are small"
+                yield key, message, "leave it out: several processes train a whole model as a ring"
+        return
+    if lanes == 1:
+        return
+    micro = 1 if train.micro_batch_size == "auto" else train.micro_batch_size
+    if train.batch_size % (lanes * micro):
+        message = f"`train.batch_size: {train.batch_size}` is no multiple of `train.lanes: {lanes}` times {micro}"
+        yield "train.lanes", message, "each lane has as many micro-batches: change one of them"
+    for key, is_asked in (
+        ("train.sweep_tokens", train.sweep_tokens != "auto"), ("train.router_aux_loss", train.router_aux_loss is not None),
+    ):  # fmt: skip
+        if is_asked:
+            yield key, f"`{key}` does not go with `train.lanes: {lanes}`", "leave one of them out"
+
+
 def _divisor_near(batch: int, micro: int) -> int:
     """Finds the largest divisor of `batch` that is at most `micro`."""
     small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
@@ -360,7 +381,7 @@ def _others(recipe: Recipe) -> Broken:
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _schedule, _batch, _data, _evaluation, _device, _optimizer, _together, _strategy, _deferral, _norm_first,
+    _revision, _schedule, _batch, _lanes, _data, _evaluation, _device, _optimizer, _together, _strategy, _deferral, _norm_first,
     _skipping, _balanced, _compiled, _adapter, _quantised, _others,
 )  # fmt: skip
 

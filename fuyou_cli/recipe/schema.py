@@ -493,6 +493,14 @@ class TrainSection(Section):
     deterministic: bool = key(False, "A GPU repeats a run bit for bit, but slower; the CPU always does.")
     early_stopping: EarlyStoppingSection | None = key(None, "Ends the run by the loss of the first set that is evaluated.")
     nproc: Positive = key(1, "Processes on this box that train one model together, with the results of one.")
+    parallel: Literal["auto", "ring", "replicas"] = key(
+        "auto",
+        "What several processes do: each computes some blocks (`ring`), or the whole model for some rows (`replicas`, of "
+        "adapters). `auto`: replicas where `lanes` allows them.",
+    )
+    lanes: Annotated[Literal[1, 2, 4, 8, 16, 32, 64], Field(exclude_if=lambda value: value == 1)] = key(
+        1, "Groups of an adapter's micro-batches that are summed apart. As many replicas or fewer have the same results."
+    )
     peer_timeout: Time = key(60, "How long a process of several may give no sign of life before the others end.")
 
     @classmethod

@@ -19,11 +19,25 @@ _OF_A_BOX = (
 )  # fmt: skip
 
 
-def refuse_keys(recipe: Recipe) -> None:
-    """Raises UsageError for what one process can do and several ranks cannot yet."""
+def are_replicas(recipe: Recipe, count: int) -> bool:
+    """Tells whether so many ranks compute the whole model each, or are a ring. Raises UsageError where replicas are asked for
+    that the lanes do not allow."""
+    lanes, asked = recipe.train.lanes, recipe.train.parallel
+    allows = lanes % count == 0 and lanes >= count
+    if asked == "replicas" and not allows:
+        raise UsageError(
+            f"train.parallel is replicas, but {count} of them cannot share {lanes} lane{'s' * (lanes > 1)} out",
+            hint="a new run with train.lanes: 8 goes on with 1, 2, 4 or 8 replicas, and has the same results with each",
+        )
+    return allows and asked != "ring"
+
+
+def refuse_keys(recipe: Recipe, count: int) -> None:
+    """Raises UsageError for what one process can do and several ranks cannot yet. Of replicas the first one evaluates."""
+    is_ring = not are_replicas(recipe, count)
     refused = {
-        "eval.keep_best=true": recipe.eval.keep_best,
-        "eval.samples": recipe.eval.samples is not None,
+        "eval.keep_best=true": is_ring and recipe.eval.keep_best,
+        "eval.samples": is_ring and recipe.eval.samples is not None,
         "train.compile=true": recipe.train.compile,
         "dataset.streaming=true": recipe.dataset.streaming,
         "offload.device=cuda": recipe.offload.device != "cpu" and device_name(recipe) == "cuda",
@@ -39,7 +53,7 @@ def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
     import torch
 
     recipe = inspected.recipe
-    if recipe.export.at_end and peers.local_count < peers.count:
+    if recipe.export.at_end and peers.local_count < peers.count and not peers.are_replicas:
         raise UsageError(
             "export.at_end is true, but the first rank does not reach the stores of other boxes",
             hint="write export.at_end: false; bring the stores to one box, at their paths, and `fuyou export` joins them",

@@ -58,7 +58,7 @@ class Evaluations:
     def __init__(self, ready: Ready, standing: Standing, executor: Executor, *, store: Path) -> None:
         recipe = ready.planned.recipe
         self._sets, self._asked, self._total = ready.evaluated, recipe.eval, ready.planned.total_steps
-        self._stopping, self._standing = recipe.train.early_stopping, standing
+        self._stopping, self._standing, self._is_elsewhere = recipe.train.early_stopping, standing, ready.planned.is_copy
         self._numerics = of_own_length(executor.plan.group, executor.anatomy.model)
         self._forward = ForwardOnly(executor)
         self._continuations = self._of_prompts(ready, executor)
@@ -80,6 +80,8 @@ class Evaluations:
         """Returns what follows after so many steps, one part after the other. An evaluation that a saved state has is not done
         again."""
         every, last = self._asked.every_steps, self._standing.evaluated
+        if self._is_elsewhere:
+            return []
         regular = step == self._total or (every is not None and step % every == 0)
         parts = [
             *([self._losses] if self._sets else ()),
@@ -93,6 +95,8 @@ class Evaluations:
     def begin(self, say: Callable[[str], None]) -> None:
         """Puts losses of other rows than those that are evaluated now aside. Says so, and whether the best weights are another
         run's."""
+        if self._is_elsewhere:
+            return
         last, first = self._standing.evaluated, next(iter(self._sets.values()), None)
         if last is not None and first is not None and last.set_digest not in ("", first.summary.digest):
             told = self._change_set(last, first.summary.digest)

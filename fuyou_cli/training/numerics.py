@@ -14,7 +14,7 @@ from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
 from ..engine.processor import has_fast_bfloat16
 from ..spec.hardware import HardwareProfile
-from ..spec.model import Dtype, ModelFacts
+from ..spec.model import Dtype, ModelFacts, ModelSpec
 from ..spec.plan import Numerics
 from .state.manifest import Manifest
 from .state.resume import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
@@ -82,7 +82,11 @@ def usual_numerics(recipe: Recipe, *, apart: bool) -> Numerics:
     """Returns the numerics that a run has where nothing speaks for others. `apart`: the model keeps documents apart."""
     train, length, on_cpu = recipe.train, recipe.dataset.max_seq_len, recipe.offload.device != "cuda"
     usual = USUAL_TOKENS if on_cpu else MOST_TOKENS
-    micro = sizes_of(train.batch_size, length, usual=usual)[1] if train.micro_batch_size == "auto" else train.micro_batch_size
+    micro = (
+        sizes_of(train.batch_size // train.lanes, length, usual=usual)[1]
+        if train.micro_batch_size == "auto"
+        else train.micro_batch_size
+    )
     compute: Dtype = recipe.precision.compute
     numerics = Numerics(
         compute_dtype=compute, accumulate_dtype=compute, batch_size=train.batch_size, micro_batch_size=micro,
@@ -110,7 +114,7 @@ def numerics_of(
     elif manifest is not None:
         micro = manifest.numerics.micro_batch_size
     elif micro is None:
-        micro = sizes_of(train.batch_size, length, usual=usual_tokens(hardware))[1]
+        micro = sizes_of(train.batch_size // train.lanes, length, usual=usual_tokens(hardware))[1]
     if manifest is not None and train.head_chunk_tokens == "auto":
         chunk = manifest.numerics.head_chunk_tokens  # chosen for another card, or by another version
     else:
@@ -135,6 +139,7 @@ def numerics_of(
         vocabulary_rows=facts.vocabulary_rows,
         range_experts=range_experts,
         router_aux_loss=train.router_aux_loss or 0.0,
+        lanes=train.lanes,
     )
     # Laid end to end, rows have attention document by document, and its output cannot be kept for backward: worth while for
     # rows that are unlike.
@@ -159,6 +164,7 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
         "vocabulary_rows": ("train.head_chunk_vocab", recipe.train.head_chunk_vocab != "auto"),
         "torch_threads": ("train.threads", recipe.train.threads != "auto"),
         "seed": ("seed", True),
+        "lanes": ("train.lanes", True),
     }
     before, now = asdict(saved.numerics), asdict(asked)
     changed = [(key, before[k], now[k]) for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
@@ -303,6 +309,20 @@ def positions_of(model: PreTrainedModel) -> tuple[int | None, bool]:
         isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - limit <= _POSITION_OFFSET
         for module in model.modules()
     )
+
+
+def check_lanes(model: ModelSpec, numerics: Numerics) -> None:
+    """Refuses lanes for a model whose bits depend on which rows are computed together, or of which more than blocks is
+    trained: gradients of the rest are summed over all rows at once."""
+    if numerics.lanes == 1:
+        return
+    hint = "set train.lanes: 1, with which several processes are a ring"
+    if model.draws_between:
+        raise UsageError(f"train.lanes: {model.architecture} draws random numbers for all rows, between its layers", hint=hint)
+    if trained := [stage.name for stage in model.stages if stage.kind in ("embedding", "head") and stage.trained]:
+        raise UsageError(
+            f"train.lanes: {trained[0]} is trained, and lanes are of what is between embedding and head", hint=hint
+        )
 
 
 def note_slow_products(recipe: Recipe, device: str, say: Callable[[str], None]) -> None:

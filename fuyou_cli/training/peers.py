@@ -123,10 +123,10 @@ class Alike:
 
 class Peers:
     """One rank's view of all. Every rank calls the same methods in the same order. `peer_timeout`: seconds without a heartbeat
-    after which a peer is lost."""
+    after which a peer is lost; `are_replicas`: each computes the whole model, and the first one's store is the run's."""
 
-    def __init__(self, place: Place, *, peer_timeout: int) -> None:
-        self.rank, self.count = place.rank, place.count
+    def __init__(self, place: Place, *, peer_timeout: int, are_replicas: bool = False) -> None:
+        self.rank, self.count, self.are_replicas = place.rank, place.count, are_replicas
         self.is_first, self._meeting = place.rank == 0, f"{place.address}:{place.port}"
         self.alike: Alike | None = None  # once rank 0 has planned
         self.ends_together = False  # all ranks end now, so none is missed
@@ -143,7 +143,9 @@ class Peers:
         self._answered = time.monotonic()  # when the store last answered
         for work in (self._beat, self._watch_store):  # a rank may end while the others connect
             threading.Thread(target=work, daemon=True).start()
-        self.ranks, self._farewells = _joined_gloo(place, self._store, self.hosts, one_box=self.local_count == self.count)
+        self.ranks, self.exchange, self._farewells = _joined_gloo(
+            place, self._store, self.hosts, one_box=self.local_count == self.count
+        )
         self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
         for thread in self._watches:
             thread.start()
@@ -155,6 +157,11 @@ class Peers:
 
     def named(self, rank: int) -> str:
         return f"rank {rank} on {self.hosts[rank]}"
+
+    @property
+    def is_copy(self) -> bool:
+        """Tells whether this rank repeats what another one saves."""
+        return self.are_replicas and not self.is_first
 
     # ---- before the steps ----------------------------------------------------------------------------------------
 
@@ -419,9 +426,9 @@ def _box() -> list[str]:
     return names
 
 
-def _joined_gloo(place: Place, store: Any, hosts: Sequence[str], *, one_box: bool) -> tuple[Ranks, dist.ProcessGroup]:
-    """Connects every rank with every other one. Returns what they compute a step by, and the group in which they say
-    farewell."""
+def _joined_gloo(place: Place, store: Any, hosts: Sequence[str], *, one_box: bool) -> tuple[Ranks, Ranks, dist.ProcessGroup]:
+    """Connects every rank with every other one. Returns what they compute a step by, what they exchange gradients by beside it,
+    and the group in which they say farewell."""
     import torch.distributed as dist
 
     from ..engine.ranks import Ranks
@@ -433,8 +440,10 @@ def _joined_gloo(place: Place, store: Any, hosts: Sequence[str], *, one_box: boo
         _while_waiting(
             lambda: dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_CONNECTING)
         )
-        of_steps, farewells = _while_waiting(lambda: [dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(2)])
-        return Ranks(of_steps, hosts), farewells
+        of_steps, beside, farewells = _while_waiting(
+            lambda: [dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(3)]
+        )
+        return Ranks(of_steps, hosts), Ranks(beside, hosts), farewells
     except RuntimeError as error:
         raise UsageError(
             f"rank {place.rank} on {hosts[place.rank]} cannot connect with the others: {one_line(str(error))}",

@@ -28,6 +28,7 @@ from .length import Epoch, steps_of
 from .numerics import (
     MOST_OF_MIXTURES,
     MOST_TOKENS,
+    check_lanes,
     check_positions,
     fastest_size,
     gpu_limit,
@@ -271,7 +272,8 @@ class _Planner:
     def planned(self, numerics: Numerics | None = None) -> Planned:
         """Plans with these numerics, or with those of the recipe and the fastest micro-batch."""
         inspected = self._inspected
-        model, request = self._request(numerics or self.numerics(self._micro_batch()))
+        numerics = numerics or self.numerics(self._micro_batch())
+        model, request = self._request(numerics)
         rows = None if self._epoch is None else self._epoch.rows
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.manifest)
         made = self._runs.plan(model, request, steps=steps)
@@ -281,11 +283,16 @@ class _Planner:
             disks=self._disks,
             model=model,
             request=made.request,
-            plan=made.plan,
+            plan=replace(made.plan, numerics=numerics, replicas=self._replicas),
             found=made.search,
             epoch=self._epoch,
-            whole=self._specified(request.numerics),
+            whole=self._specified(numerics),
         )
+
+    @property
+    def _replicas(self) -> int:
+        peers = self._inspected.peers
+        return peers.count if peers is not None and peers.are_replicas else 1
 
     def numerics(self, micro: int | None) -> Numerics:
         """Returns the numerics with micro-batches of `micro` rows (None: the usual ones), or those of a saved run."""
@@ -299,8 +306,11 @@ class _Planner:
         return range_sizes(*self._request(self.numerics(None)))
 
     def _request(self, numerics: Numerics) -> tuple[ModelSpec, PlanRequest]:
-        """Returns what is planned with these numerics. Raises UsageError if the model refuses what the recipe asks."""
+        """Returns what is planned with these numerics, of which a replica has a share of the rows. Raises UsageError if the
+        model refuses what the recipe asks."""
         inspected, device, model = self._inspected, self._inspected.device, self._specified(numerics)
+        check_lanes(model, numerics)
+        numerics = numerics.of_sweep(self._replicas)
         asked = plan_request(
             inspected.recipe,
             numerics,
@@ -328,13 +338,16 @@ class _Planner:
         return (model, asked) if self._seat is None else self._of_rank(model, asked, self._seat)
 
     def _of_rank(self, model: ModelSpec, asked: PlanRequest, seat: Seat) -> tuple[ModelSpec, PlanRequest]:
-        """Returns what is planned for one rank: its stages, and its part of the box, with what all ranks have alike."""
+        """Returns what is planned for one rank: its stages, or all for a replica, and its part of the box, with what all ranks
+        have alike."""
         if not self._inspected.recipe.offload.max_memory.cpu.is_auto:  # auto is of this rank's part of the box already
             asked = replace(asked, cpu_budget=asked.cpu_budget // seat.network.ranks_per_box)
         if (alike := seat.alike) is not None:
             asked = replace(asked, sweeps=alike.sweeps, norm_first=alike.norm_first, commit_every=alike.commit_every)
         elif asked.norm_first is None and not may_measure_first(model, asked):
             asked = replace(asked, norm_first=False)  # others' stages may not, whatever this rank's may
+        if self._replicas > 1:
+            return model, asked
         owners = self._owners(model, asked, seat)
         check_owners(model, owners, seat.network.ranks)
         view = model.of_rank(owners, seat.rank)
@@ -386,8 +399,13 @@ class _Planner:
     def _compared_sizes(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two. Those of a mixture may be
         larger, where compute takes the most time: each expert then has more rows, and nothing else becomes faster."""
-        recipe, hardware, seat = self._inspected.recipe, self._hardware, self._seat
-        batch, length, usual = recipe.train.batch_size, recipe.dataset.max_seq_len, usual_tokens(hardware)
+        recipe, hardware = self._inspected.recipe, self._hardware
+        is_ring = self._seat is not None and self._replicas == 1
+        batch, length, usual = (
+            recipe.train.batch_size // recipe.train.lanes,
+            recipe.dataset.max_seq_len,
+            usual_tokens(hardware),
+        )
         middle, is_bound = sizes_of(batch, length, usual=usual)[1], False
 
         def of(size: int) -> tuple[ModelSpec, PlanRequest]:
@@ -410,7 +428,7 @@ class _Planner:
             fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
             if effort == "usual":
                 is_bound = plan.predicted.bottleneck != "compute"
-            longest = 0.0 if seat is None else self.chain_seconds(asked.numerics)
+            longest = self.chain_seconds(asked.numerics) if is_ring else 0.0
             return max(longest, plan.predicted.step_seconds) if fits else None
 
         is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[0].stages)

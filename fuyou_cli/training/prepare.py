@@ -123,6 +123,16 @@ class Resolved:
         """Tells whether the saved state is in folders of another number of ranks, and has to be brought here."""
         return self.saved is not None and self.saved.moves
 
+    @property
+    def ring(self) -> Peers | None:
+        """Returns the peers that have some stages each, and a store of their own."""
+        return None if self.peers is None or self.peers.are_replicas else self.peers
+
+    @property
+    def is_copy(self) -> bool:
+        """Tells whether another rank saves what this one computes."""
+        return self.peers is not None and self.peers.is_copy
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspected(Resolved):
@@ -217,17 +227,10 @@ def resolve(
     names. Another thread calls `progress` during a download with its name, the bytes so far and the bytes in all."""
     _check_backend(recipe)
     check_peft(recipe)
-    rank, count = (0, 1) if peers is None else (peers.rank, peers.count)
-    folders = run_directories(recipe, rank=rank, count=count)
-    directories, saved = saved_state(recipe, folders, count=count, must=to_run, here=here, say=say)
-    if here and recipe.checkpoint.resume == "auto":
-        try:
-            saved = saved_by_all(peers, saved, directories[0])
-        except FuyouError as error:
-            if to_run:
-                raise
-            say(refused(error))
-            saved = None
+    if peers is not None and peers.is_copy:
+        directories, saved = run_directories(recipe, replica=peers.rank), None
+    else:
+        directories, saved = _saved(recipe, peers, must=to_run, here=here, say=say)
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
@@ -250,6 +253,26 @@ def resolve(
     )
 
 
+def _saved(
+    recipe: Recipe, peers: Peers | None, *, must: bool, here: bool, say: Say
+) -> tuple[tuple[Path, ...], SavedStore | None]:
+    """Returns the folders of this process's store, and the state that it goes on from, with the others of a ring. The first
+    replica's are those of one process. Raises FuyouError if it `must` go on and could not."""
+    ring = None if peers is None or peers.are_replicas else peers
+    rank, count = (0, 1) if ring is None else (ring.rank, ring.count)
+    folders = run_directories(recipe, rank=rank, count=count)
+    directories, saved = saved_state(recipe, folders, count=count, must=must, here=here, say=say)
+    if here and recipe.checkpoint.resume == "auto":
+        try:
+            saved = saved_by_all(ring, saved, directories[0])
+        except FuyouError as error:
+            if must:
+                raise
+            say(refused(error))
+            saved = None
+    return directories, saved
+
+
 def _check_backend(recipe: Recipe) -> None:
     from ..swap.kernels import has_io_uring
 
@@ -260,12 +283,13 @@ def _check_backend(recipe: Recipe) -> None:
         )
 
 
-def run_directories(recipe: Recipe, *, rank: int = 0, count: int = 1) -> tuple[Path, ...]:
+def run_directories(recipe: Recipe, *, rank: int = 0, count: int = 1, replica: int = 0) -> tuple[Path, ...]:
     """Returns the folders of this run's store, one per striped directory. Their name is readable and unique to the
-    output_dir, and to the `rank` of `count`."""
+    output_dir, to the `rank` of `count`, and to a `replica` but the first, whose folders are the run's."""
     out = folder(recipe.output_dir, key="output_dir").resolve()
     name = f"{out.name}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:8]}"
     name += of_rank(rank, count) if count > 1 else ""
+    name += f".replica{replica}" if replica else ""
     found: dict[Path, Path] = {}
     for directory in recipe.offload_directories(os.environ):
         if (other := found.setdefault(directory.resolve(), directory)) is not directory:

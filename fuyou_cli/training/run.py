@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -49,7 +49,7 @@ from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Arena
 from .adapting import added_values
 from .evaluation import AnyReport, Evaluations
-from .length import RunLimits, learning_rate, writes, written_by_step
+from .length import LearningRate, RunLimits, learning_rate, writes, written_by_step
 from .loggers import Trace
 from .numerics import gpu_most
 from .peers import box_sums
@@ -60,6 +60,9 @@ from .state.saver import Saver, Standing, seed_generators
 from .state.storage import StageFiles
 from .state.store_folders import remember_drives, write_parts
 from .step_meter import MemoryWatch, StepMeter, Trimming
+
+if TYPE_CHECKING:
+    from ..engine.replicas import Replicas
 
 # What a run is doing, or was doing when an error ended it. "over": it has trained to its end.
 Activity = Literal["loading", "between steps", "step", "evaluating", "reporting", "saving", "over"]
@@ -145,7 +148,7 @@ class Run:
                 optimizer=rule, patience=patience,
                 compiled=CompiledBlocks(say=self._announce) if planned.recipe.train.compile else None,
                 between_micro_batches=self._between_micro_batches, after_visit=self._after_visit,
-                ranks=None if self._peers is None else self._peers.ranks,
+                ranks=None if planned.ring is None else planned.ring.ranks, replicas=self._replicas(),
             )  # fmt: skip
         self._stack.callback(self.executor.close)
         visits = self.executor.visits
@@ -162,8 +165,19 @@ class Run:
             model=self.model, daemon=self.daemon, device=self.device, stalls=stalls, memory=self.memory,
             flops_per_token=planned.whole.flops_per_token,
         )  # fmt: skip
-        self.rates = learning_rate(planned.recipe, planned.total_steps, peak_after_warmup=self.standing.peak_after_warmup)
+        self.rates = self._learning_rate()
         self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.store.paths[0].parent)
+
+    def _learning_rate(self) -> LearningRate:
+        planned = self.planned
+        return learning_rate(planned.recipe, planned.total_steps, peak_after_warmup=self.standing.peak_after_warmup)
+
+    def _replicas(self) -> Replicas | None:
+        if self._peers is None or not self._peers.are_replicas:
+            return None
+        from ..engine.replicas import Replicas  # loads torch.distributed, which one process does not need
+
+        return Replicas(self._peers.ranks, self._peers.exchange)
 
     @contextmanager
     def _naming_device_errors(self) -> Iterator[None]:
@@ -181,18 +195,29 @@ class Run:
         bytes of saved state that were read and checked."""
         saved = self.planned.saved
         with self._saving_what_is_whole():
-            self._folders.keep()
-            remember_drives(self.planned.directories, say=self._announce)
+            if not self.planned.is_copy:
+                self._folders.keep()
+                remember_drives(self.planned.directories, say=self._announce)
             if saved is not None and not saved.moves:
                 self.saver.restore(saved, progress)
-                return
+            else:
+                self._begin(progress)
+            if self._peers is not None and self._peers.are_replicas:
+                from .state.copies import share_saved
+
+                share_saved(self._peers, self.saver, resumed=saved is not None)
+                self.rates = self._learning_rate()
+
+    def _begin(self, progress: Callable[[int], None]) -> None:
+        """Fills the store for a new run."""
+        if not self.planned.is_copy:
             self.saver.give_up_what_was()
             write_parts(self.standing.run, self.planned.directories)
-            if saved is not None:
-                self.saver.bring(saved, progress)
-                return
-            added = added_values(self.planned.recipe, self.planned.anatomy.model)
-            self.files.load(self.ready.entries, added, self.executor.visits.residency.records, progress)
+        if (saved := self.planned.saved) is not None:
+            self.saver.bring(saved, progress)
+            return
+        added = added_values(self.planned.recipe, self.planned.anatomy.model)
+        self.files.load(self.ready.entries, added, self.executor.visits.residency.records, progress)
 
     def trace(self, trace: Trace) -> None:
         """Passes every later step to `trace`."""
@@ -213,7 +238,7 @@ class Run:
             self._evaluations.begin(self._announce)
             limit = None
             self._evaluate(on_evaluation)
-            while self.step < self.planned.total_steps and not self._evaluations.stop:
+            while self.step < self.planned.total_steps and not self._ends_early():
                 stops, limit = self._is_to_stop()
                 report = None if stops else self._one_step()
                 if report is None:
@@ -227,8 +252,9 @@ class Run:
                 self._evaluate(on_evaluation)
                 self._announce_over_budget()
             self.save()
-            if self._evaluations.stop:
-                self._announce(self._evaluations.told)
+            if self._ends_early():
+                if not self.planned.is_copy:  # which has evaluated nothing
+                    self._announce(self._evaluations.told)
             elif self.step < self.planned.total_steps:
                 why = f": {limit}" if limit else ""
                 if self._peers is not None:
@@ -253,6 +279,14 @@ class Run:
         elif first is not None and not self.stopping.requested and self._peers is not None:
             self._announce(f"{self._peers.named(first)} stops: stopping and saving the state")
         return limit is not None or first is not None or (self._peers is None and self.stopping.requested), limit
+
+    def _ends_early(self) -> bool:
+        """Tells whether the last evaluation ends the run. Of replicas the first one evaluates."""
+        ends = self._evaluations.stop
+        if self._peers is None or not self._peers.are_replicas or self.planned.recipe.train.early_stopping is None:
+            return ends
+        first: bool = self._peers.ranks.gather(ends)[0]
+        return first
 
     def _evaluate(self, on_evaluation: Callable[[AnyReport], None]) -> None:
         """Evaluates where that is due after the last step; a request to stop ends it at once."""

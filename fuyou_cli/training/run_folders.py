@@ -109,7 +109,13 @@ class RunFolders:
         store = closing.enter_context(opened)
         closing.callback(self._remove_unnamed, held=True)
         store.attach(planned.model.sources)
-        if planned.saved is not None:
+        if planned.is_copy:  # nobody goes on from it: it goes with this process, however that ends
+            self._unnamed = self._paths
+            self._remove_unnamed(held=True)
+            for directory in planned.directories:
+                with suppress(OSError):
+                    directory.rmdir()
+        elif planned.saved is not None:
             planned.saved.check_current()
         elif planned.recipe.checkpoint.resume != "never":
             check_still_new(self._first)

@@ -114,10 +114,10 @@ def sums_of(project: Project) -> dict[tuple[str, str], int]:
     return found
 
 
-def assert_alike(ours: Project, theirs: Project) -> None:
+def assert_alike(ours: Project, theirs: Project, exported: str = "model") -> None:
     assert ours.losses() == theirs.losses()
     assert sums_of(ours) == sums_of(theirs)
-    assert files_of(ours.out / "model") == files_of(theirs.out / "model")
+    assert files_of(ours.out / exported) == files_of(theirs.out / exported)
 
 
 def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project]) -> None:
@@ -185,6 +185,42 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
     for project, words in ((ranks, ()), (torchrun, (f"offload.dir={torchrun.folder / 'drive0'}",))):
         assert "bringing the state after step 40" in project.done("finetune", project.recipe, *words).stderr
         assert_alike(project, one)
+
+
+def test_replicas_of_an_adapter_end_as_one_process_does(project: Callable[[str], Project]) -> None:
+    """Two processes, of which one is killed, then one alone, then two again: each goes on with what the first one has saved."""
+    pytest.importorskip("peft", reason="peft comes with the extra lora")
+    words = (
+        "adapter={r: 4}",
+        "train.lanes=2",
+        "eval.every_steps=20",
+        "eval.keep_best=true",
+        "dataset.eval_fraction=0.2",
+        "export.dtype=bfloat16",
+    )
+    one, several = map(project, ("one", "several"))
+    one.done("finetune", one.recipe, "--assume-rates", *words)
+
+    with started(several, *fuyou(several, "--nproc", "2", *words)) as launcher:
+        until_step(several, 5)
+        (store,) = (several.out / "store").iterdir()  # the other replica's has no name
+        _kill(ranks_of(launcher.pid)[1])
+        begun = time.monotonic()
+        out, _ = launcher.communicate(timeout=HANGS)
+        assert time.monotonic() - begun < ENDS, out
+        assert launcher.returncode == 1 and f"rank 1 on {socket.gethostname()} was lost" in out, out
+        assert "2 replicas of the model, each for 1 of 2 lanes of the rows" in out, out
+    with started(several, *fuyou(several, *words)) as alone:
+        until_step(several, max(several.losses()) + 5)
+        _kill(alone.pid)
+    with started(several, *fuyou(several, "--nproc", "2", *words)) as launcher:
+        assert "resuming after step" in ended(launcher)
+    assert_alike(several, one, "adapter")
+    assert (several.out / "best" / "adapter_model.safetensors").is_file()
+    assert list((several.out / "store").iterdir()) == [store]
+
+    refused = one.fuyou("finetune", one.recipe, "--nproc", "2", "adapter={r: 4}", "train.parallel=replicas")
+    assert refused.returncode == 2 and "2 of them cannot share 1 lane out" in refused.stderr, refused.stderr
 
 
 def free_port() -> int:

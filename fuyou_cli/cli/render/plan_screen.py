@@ -145,8 +145,19 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         ("method", f"{_trained(model)}, {dtypes}, float32 {_OPTIMIZER[model.layout.rule]}; {_clipping(plan)}"),
         *([("frozen", _frozen(model))] if model.sources or model.imported_because else []),
         ("batch", ", ".join([batch, *pieces])),
+        *([("processes", _replicas(plan, model))] if plan.replicas > 1 else []),
         *([("kernels", facts.kernels)] if facts.kernels else []),
     ]
+
+
+def _replicas(plan: Plan, model: ModelSpec) -> str:
+    """Says what each of several replicas computes and sends."""
+    lanes, count = plan.numerics.lanes, plan.replicas
+    each = sum(stage.gradient_bytes(plan.numerics.accumulate_dtype) for stage in model.stages)
+    sent = gb(2 * each * (count - 1) // count)
+    told = f"{count} replicas of the model, each for {lanes // count} of {lanes} lanes of the rows, send {sent} a step each"
+    reads = any(plan.stages[stage.index].weights == "ssd" and stage.frozen_weight_bytes for stage in model.stages)
+    return told + ("; each reads all frozen weights from the ssd, and a ring's rank only its own" if reads else "")
 
 
 def _batch(plan: Plan, shapes: Symbols) -> tuple[str, list[str]]:

@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 # Keys that say nothing of a run's steps: where things are, and how fast they go. A run may change them without a word.
 _OF_A_PLACE = (
     "version", "output_dir", "offload", "checkpoint.resume", "dataset.cache_dir", "dataset.num_workers", "train.nproc",
-    "train.peer_timeout",
+    "train.peer_timeout", "train.parallel",
 )  # fmt: skip
 # Keys that a run may go on with at another value; what is under the first of them changes its steps, so it has to be accepted.
 RATES = ("optimizer.lr", "lr_scheduler", "train.max_steps", "train.epochs")

@@ -180,11 +180,12 @@ class Saver:
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # bytes that saving wrote, beside the steps
         self._complete = -1  # the newest generation that every stage has reached
-        peers = self._peers = ready.planned.peers
+        peers, self._is_copy = ready.planned.ring, ready.planned.is_copy
+        self._peers = peers  # that have stages each
         self._folders = () if peers is None else tuple(peers.all_gather("store", str(self.folder)))
         self.commits = Commits(
-            flush=store.sync,
-            name=self._name,
+            flush=store.sync if not self._is_copy else lambda: None,
+            name=self._name if not self._is_copy else lambda manifest: None,
             agreed=(lambda manifest: None) if peers is None else (lambda manifest: peers.named_by_all(manifest.commit)),
             durable=None if ready.planned.moves else ready.planned.manifest,
             patience=patience,
@@ -230,14 +231,16 @@ class Saver:
 
     def give_up_what_was(self) -> None:
         """Marks a store that is about to be filled again. From now on nothing in it can be resumed."""
+        assert not self._is_copy
         self._name(self._manifest("loading"))
 
     def begin_training(self) -> None:
         """Commits the loaded state. From here on, a killed run resumes from its store, and the files that it reads in place."""
         # First, so that it is saved if a later call fails.
         self.standing.random = captured_generators(self.device.torch_device)
-        self._reserve_disk()
-        write_losses(self.folder, (), first=self.standing.step)  # fails now, before any step is computed
+        if not self._is_copy:
+            self._reserve_disk()
+            write_losses(self.folder, (), first=self.standing.step)  # fails now, before any step is computed
         if self.commits.newest is None:
             self.complete(self.standing.step)
 
@@ -295,7 +298,7 @@ class Saver:
             self.say(f"note: {note}")
         standing.changes = (*saved.changes, *self.ready.changes)[-MOST_CHANGES:]
         compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
-        bring_stages(store, self.files, self.residency.records, self._window(), say=self.say, progress=progress)
+        bring_stages(store, self.files, self.residency.records, self.window(), say=self.say, progress=progress)
         self.commits.begin(self._manifest("committed"))
         self.commits.finish()
         assert self.commits.last is not None
@@ -312,6 +315,15 @@ class Saver:
         """Removes what other numbers of ranks have of this run: all of it is here, committed by all."""
         if self._peers is None or self._peers.is_first:
             remove_elsewhere(self.folder, self.standing.run, self.standing.step, also=also, say=self.say)
+
+    def take_over(self) -> None:
+        """Goes on from the state that `standing`, the records and the store have been given by another replica."""
+        assert self._is_copy
+        given = self._manifest("committed")
+        self.files.restore(given, self.residency.records)
+        self.commits.restart(given)
+        self.residency.commits.base = given.step
+        restore_generators(given.random, self.device.torch_device)
 
     def _as_all_have(self, found: Manifest) -> Manifest:
         """Returns the newest commit that is whole on every rank; `found` is on this one."""
@@ -378,9 +390,9 @@ class Saver:
         return next(self._extent_sums(progress).damages(saved), None)
 
     def _extent_sums(self, progress: Progress) -> ExtentSums:
-        return ExtentSums(self.files.daemon, self.files.memory.arena, self._window(), progress)
+        return ExtentSums(self.files.daemon, self.files.memory.arena, self.window(), progress)
 
-    def _window(self) -> Span:
+    def window(self) -> Span:
         """Returns the larger part of the arena beside the daemon's scratch. It is unused before a state is restored."""
         scratch, arena = self.files.plan.io.scratch, self.files.memory.arena
         behind = align_up(scratch.offset + scratch.size, PAGE)

@@ -284,7 +284,7 @@ class StageFiles:
     def _on_device(self, record: Record) -> Extents:
         """Returns a stage's tensors that rest on the device and are not zero."""
         there = self.states.at_rest(record.stage, record.turn)
-        return {name: there[name] for name in _at_rest(record) if name in there}
+        return {name: there[name] for name in at_rest(record) if name in there}
 
     def restore(self, saved: Manifest, records: Sequence[Record]) -> None:
         """Sets generations as saved, and reads back the tensors that rest in RAM or on the device."""
@@ -314,7 +314,7 @@ class StageFiles:
 
     def _described(self, stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str]) -> StoredStage:
         extents: dict[str, StoredExtent | None] = dict.fromkeys(TENSORS)
-        for name in _at_rest(record) if stage.params else ():
+        for name in at_rest(record) if stage.params else ():
             if (extent := plan.extent(name, record.turn)) is not None:
                 total = getattr(record.sums, name)
                 assert total is not None, extent
@@ -352,13 +352,13 @@ def _begun(stage: StageSpec, record: Record, source: FirstWeights) -> bool:
 
 def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[StateTensor, Span, Span]]:
     """Yields what of a stage rests in RAM and is not zero: its name, where, and the extent of the record's generation."""
-    for name in _at_rest(record):
+    for name in at_rest(record):
         ram, extent = plan.ram(name), plan.extent(name, record.turn)
         if ram is not None and extent is not None:
             yield name, ram, extent
 
 
-def _at_rest(record: Record) -> Iterator[StateTensor]:
+def at_rest(record: Record) -> Iterator[StateTensor]:
     """Yields the tensors of a stage that are not all zero."""
     yield "weights"
     yield "frozen"
