@@ -61,6 +61,7 @@ def test_a_sweep_of_a_shape_that_has_neither_weights_nor_data(shaped: Project, t
     assert not shaped.out.exists()
 
 
+@pytest.mark.slow
 def test_text_of_a_model_that_takes_images(new_project: NewProject, tmp_path: Path) -> None:
     import transformers
 
