@@ -22,11 +22,10 @@ def load_profile() -> None:
     settings.load_profile("fuyou")
 
 
-def examples(count: int = USUAL, *, share_fixtures: bool = False, fixed: bool = False) -> settings:
-    """Draws so many instead of the usual number. `share_fixtures`: one folder, say, does for all examples of a property.
-    `fixed`: the same ones every time, for what is only nearly always so: a miss by chance would be no news of a change."""
+def examples(count: int = USUAL, *, share_fixtures: bool = False) -> settings:
+    """Draws so many instead of the usual number. `share_fixtures`: one folder, say, does for all examples of a property."""
     check = _SHARING if share_fixtures else _SLOW
-    return settings(max_examples=EVERY or count, derandomize=fixed and not EVERY, suppress_health_check=check)
+    return settings(max_examples=EVERY or count, suppress_health_check=check)
 
 
 def every(count: int, cases: Iterable[Any]) -> list[Any]:

@@ -3,8 +3,9 @@
 Placing a candidate is cheap. It gives a lower bound and an estimate of the step. Simulating it takes longer, and decides. The
 search begins with a few candidates that differ much, and goes on from the best: it places every other value of a knob, knob
 after knob, and simulates the likeliest. Knobs that hardly help alone are turned together: outputs with sweeps, what rests on
-the device, and at last pipelines with orders of filling RAM. It ends when nothing helps, or after a fixed amount of work that
-does not depend on the model's size. It reads no clock: the same inputs give the same plan.
+the device, and at last pipelines with orders of filling RAM. Where candidates are few, all are placed; of a small model all of
+them are simulated that may be better. It ends when nothing helps, or after a fixed amount of work that does not depend on the
+model's size. It reads no clock: the same inputs give the same plan.
 
 Where a first backward may measure the norm for clipping, a second descent begins with the best plan that does so. That computes
 more, but no gradients rest, and updates run beside the second backward as if nothing were clipped.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
 from typing import Any
 
 from ..core.process import uncollected
@@ -255,9 +257,12 @@ class _Search:
         if len(every := list(knobs)) * len(self.model.stages) <= _FEW:
             assert self.current is not None
             start = self.current.candidate
-            rest = product(every, dict.fromkeys((start.sweeps, *self._near_sweeps())), self.free_pages)
+            # Of few stages each is much of the memory: no estimate says what waits for a slot then, so all are simulated.
+            is_small = len(self.model.stages) <= _SMALL
+            counts = self.sweeps if is_small else dict.fromkeys((start.sweeps, *self._near_sweeps()))
+            rest = product(every, counts, self.free_pages)
             ways = [replace(one, sweeps=count, free_pages=free, norm_first=start.norm_first) for one, count, free in rest]
-            self._try(ways, tries=_TRIES * 4)
+            self._try(ways, tries=len(ways) if is_small else _TRIES * 4, far=inf if is_small else _FAR)
 
     def _with(self, **knobs: Iterable[Any]) -> list[Candidate]:
         """Returns the candidate here with every combination of these values."""
@@ -293,7 +298,9 @@ class _Search:
         place = self.sweeps.index(self.current.candidate.sweeps)
         return [self.sweeps[other] for other in (place - 1, place + 1, place + 2) if 0 <= other < len(self.sweeps)]
 
-    def _try(self, candidates: Iterable[Candidate], *, tries: int = _TRIES, rival: Alternative | None = None) -> None:
+    def _try(
+        self, candidates: Iterable[Candidate], *, tries: int = _TRIES, far: float = _FAR, rival: Alternative | None = None
+    ) -> None:
         """Places these candidates, simulates the likeliest, and goes on from the best of them if it is better."""
         found: dict[PlacedPlan, Candidate] = {}
         for candidate in candidates:
@@ -308,7 +315,7 @@ class _Search:
                 written = placed.plan.predicted.written_per_step
                 at_least, best = self._costs((placed.bound, written), (beside.seconds, beside.written))
                 likely = at_least / placed.bound * seconds[placed] if placed.bound else 0.0
-                if likely > _FAR * best or at_least > best:
+                if likely > far * best or at_least > best:
                     continue
             tried = self._simulate(placed, found[placed])
             if tried is not None and (self.current is None or self._is_better(tried, self.current)):

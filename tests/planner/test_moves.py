@@ -71,7 +71,7 @@ def test_each_number_is_at_least_twice_the_one_before() -> None:
     assert sweep_counts(SPEC, _request(replace(LARGE_BATCH, batch_size=45))) == (1, 3, 9, 45)
 
 
-@examples(12, fixed=True)
+@examples(12)
 @given(data=st.data(), spec=models(blocks=2))
 def test_more_choices_are_never_slower_without_fewer_writes(data: st.DataObject, spec: ModelSpec) -> None:
     spec = replace(spec, may_sweep=not spec.tied_head)
@@ -95,10 +95,11 @@ def test_more_choices_are_never_slower_without_fewer_writes(data: st.DataObject,
 
 def test_sweeps_that_write_less_and_take_no_longer_spare_the_drives() -> None:
     request = replace(_request(), cpu_budget=_request().cpu_budget + 240 * MiB)
-    spared, fastest = (search(SPEC, HARDWARE, replace(request, wear=wear)).best for wear in ("spare", "ignore"))
-    assert (spared.candidate.sweeps, fastest.candidate.sweeps) == (2, 1)
-    assert spared.plan.predicted.written_per_step == 0 < fastest.plan.predicted.written_per_step
-    assert spared.seconds <= fastest.seconds * (1 + GAIN)
+    spared = search(SPEC, HARDWARE, request).best
+    one = search(SPEC, HARDWARE, replace(request, sweeps=1, wear="ignore")).best
+    assert spared.candidate.sweeps > 1
+    assert spared.plan.predicted.written_per_step == 0 < one.plan.predicted.written_per_step
+    assert spared.seconds <= one.seconds * (1 + GAIN)
 
 
 def test_a_batch_that_fits_only_in_parts_is_planned_in_sweeps() -> None:
