@@ -103,7 +103,9 @@ def machine_here(
         peers.all_gather("measured", None)
     directories = run_directories(loaded.recipe)
     hardware = hardware_for(*directories, device=inspected.device, say=say, unloaded=inspected.known.unloaded_bytes)
-    return hardware if peers is None else hardware.shared(peers.local_count), disks_of(inspected)
+    if peers is not None:
+        hardware = hardware.shared(peers.local_count, on_card=peers.on_card)
+    return hardware, disks_of(inspected)
 
 
 def command_of(

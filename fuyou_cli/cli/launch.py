@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
 from fuyou_cli.core.paths import open_own
-from fuyou_cli.machine.profile import core_count
+from fuyou_cli.machine.profile import core_count, take_card
 
 from . import error_screen
 
@@ -157,9 +157,11 @@ class Rank:
     def __init__(self, place: Place, recipe: Recipe) -> None:
         from fuyou_cli.training.alike import are_replicas, refuse_keys
         from fuyou_cli.training.peers import Peers
+        from fuyou_cli.training.prepare import device_name
 
         refuse_keys(recipe, place.count)
         replicas = are_replicas(recipe, place.count)
+        self._card = take_card(place.local) if device_name(recipe) == "cuda" else None
         self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout, are_replicas=replicas)
         self._quiet = None if self.peers.is_first else QuietRank()
 
@@ -181,6 +183,10 @@ class Rank:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
+
+    def share_card(self) -> None:
+        """Learns which other ranks compute on the same GPU. Call it inside the context: a peer may be lost meanwhile."""
+        self.peers.share_card(self._card)
 
     def may_write(self, out: Path) -> None:
         """Goes on once the first rank has claimed its output_dir, and nothing refuses the run any more."""

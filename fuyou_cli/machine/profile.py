@@ -92,6 +92,17 @@ def card() -> tuple[str, int]:
     return properties.name, properties.total_memory
 
 
+def take_card(number: int) -> str | None:
+    """Makes torch compute on one of the CUDA devices, which processes of a box take in turn, by their `number`. Returns which
+    one it is; None where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.set_device(number % torch.cuda.device_count())
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
 def usable_memory() -> int:
     """Returns the bytes that this process may have in all, in steps: small differences must not change a plan."""
     most = probe.memory_limit()

@@ -206,21 +206,24 @@ class HardwareProfile:
             store_write_mixed=self.sustained_write_mixed or self.store_write_mixed,
         )
 
-    def shared(self, count: int) -> HardwareProfile:
+    def shared(self, count: int, *, on_card: int = 1) -> HardwareProfile:
         """Returns what one of `count` processes has of this machine, all of them at work: its cores, memory and drives are
-        shared out. Each has a device of its own."""
+        shared out, and its GPU among `on_card` of them."""
         if count == 1:
             return self
         parts = {name: getattr(self, name) // count for name in _SHARED_SIZES}
         rates = {name: getattr(self, name) / count for name in _SHARED_RATES}
         share = replace(self, **parts, **rates, cores=max(1, self.cores // count), adamw=self._shared_updates(count))
-        if self.device == "cuda":
-            return share
+        sharing = on_card if self.device == "cuda" else count
         stages = tuple(
-            replace(rate, forward=rate.forward / count, backward=rate.backward / count, given=rate.given / count)
+            replace(rate, forward=rate.forward / sharing, backward=rate.backward / sharing, given=rate.given / sharing)
             for rate in self.stage_rates
         )
-        return replace(share, stage_rates=stages, matmul_flops=self.matmul_flops / count)
+        return replace(
+            share, stage_rates=stages, matmul_flops=self.matmul_flops / sharing, device_memory=self.device_memory // on_card,
+            device_free=self.device_free // on_card, device_memory_rate=self.device_memory_rate / on_card,
+            h2d=self.h2d / on_card, d2h=self.d2h / on_card,
+        )  # fmt: skip
 
     def _shared_updates(self, count: int) -> tuple[tuple[int, float], ...]:
         """Returns what threads of one process move while as many of each other are at work: together no more than the box."""

@@ -40,7 +40,7 @@ def refuse_keys(recipe: Recipe, count: int) -> None:
         "eval.samples": is_ring and recipe.eval.samples is not None,
         "train.compile=true": recipe.train.compile,
         "dataset.streaming=true": recipe.dataset.streaming,
-        "offload.device=cuda": recipe.offload.device != "cpu" and device_name(recipe) == "cuda",
+        "offload.device=cuda as replicas": not is_ring and recipe.offload.device != "cpu" and device_name(recipe) == "cuda",
     }
     if wrong := [key for key, is_set in refused.items() if is_set]:
         raise UsageError(
@@ -65,6 +65,8 @@ def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
     }
     versions = {f"version of {name}": version for name, version in library_versions(recipe).items()}
     device = {"kind of device": inspected.device, "kind of processor": torch.backends.cpu.get_cpu_capability()}
+    if inspected.device == "cuda":
+        device["GPU"] = torch.cuda.get_device_name()
     peers.refuse_unlike("recipe", {**settings, **versions, **device})
 
 

@@ -62,10 +62,11 @@ _GRACE = 3.5  # seconds from a peer's loss until this process ends whatever it d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Says which process this is, as its launcher has it."""
+    """Says which process this is, as its launcher has it. `local`: its number on its box."""
 
     rank: int
     count: int
+    local: int
     address: str
     port: int
 
@@ -89,14 +90,14 @@ def _place(environ: Mapping[str, str]) -> Place | None:
     wrong = [name for name in _NAMES if name != "MASTER_ADDR" and not environ[name].isdecimal()]
     if wrong:
         raise UsageError(f"{wrong[0]} in the environment is no number: {one_line(environ[wrong[0]])}", hint=_LINE)
-    rank, count, _, port = (int(environ[name]) for name in _NAMES if name != "MASTER_ADDR")
+    rank, count, local, port = (int(environ[name]) for name in _NAMES if name != "MASTER_ADDR")
     if port > _LAST_PORT:
         raise UsageError(f"MASTER_PORT is {port}, and ports end at {_LAST_PORT}", hint=_LINE)
     if rank >= max(count, 1):
         raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {count}", hint=_LINE)
     if count < 2:
         return None
-    return Place(rank=rank, count=count, address=environ["MASTER_ADDR"], port=port)
+    return Place(rank=rank, count=count, local=local, address=environ["MASTER_ADDR"], port=port)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +130,7 @@ class Peers:
         self.rank, self.count, self.are_replicas = place.rank, place.count, are_replicas
         self.is_first, self._meeting = place.rank == 0, f"{place.address}:{place.port}"
         self.alike: Alike | None = None  # once rank 0 has planned
+        self.on_card = 1  # ranks that compute on the same GPU
         self.ends_together = False  # all ranks end now, so none is missed
         self._others = [rank for rank in range(place.count) if rank != place.rank]
         self._timeout, self._gathers, self._known = peer_timeout, 0, dict[str, Any]()
@@ -154,6 +156,10 @@ class Peers:
     def network(self) -> Network:
         """Returns what connects the ranks, as plans take it to be: of unlike boxes the fullest counts."""
         return Network(boxes=max(1, self.count // self.local_count), ranks_per_box=self.local_count)
+
+    def share_card(self, card: str | None) -> None:
+        """Learns how many ranks of this box compute on the same GPU. `card`: which one this rank has taken; None: none."""
+        self.on_card = max(1, sum(other == card for other in self.gather_on_box("card", card) if card is not None))
 
     def named(self, rank: int) -> str:
         return f"rank {rank} on {self.hosts[rank]}"

@@ -122,6 +122,7 @@ class Seen:
     summed: int = 0  # bytes of gradients to replicas
     evaluated: list[float] = field(default_factory=list)
     stalls: tuple[str, ...] = ()
+    beside_arena: int = 0  # whole batches from and for other ranks that lay in memory which no device pins
     alive: tuple[int, int] = (0, 0)  # most bytes beside the arena in one step more, and what the plan charges
     error: str = ""
 
@@ -136,6 +137,7 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = (), replicas: A
         Rig(subject, Path(folder), ranks=ranks, owners=owners, replicas=replicas, **way) as rig,
     ):
         rig.executor.may_skip = case.skips
+        in_arena = _watch_lending(rig)
         others = ranks if replicas is None else replicas.ranks
         sent, summed = 0 if others is None else others.sent, 0 if replicas is None else replicas.sent
         error, evaluated = "", list[float]()
@@ -172,9 +174,26 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = (), replicas: A
             summed=0 if replicas is None else replicas.sent - summed,
             evaluated=evaluated,
             stalls=stalls,
+            beside_arena=in_arena.count(False),
             alive=alive,
             error=error,
         )
+
+
+def _watch_lending(rig: Rig) -> list[bool]:
+    """Returns a list that tells of every whole batch that the link is lent whether it lies in the arena."""
+    in_arena, link = list[bool](), rig.executor.visits.link
+    if link is None:
+        return in_arena
+    lend = link._lend
+
+    def watched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        whole = lend(shape, dtype)
+        in_arena.append(rig.memory.holds(whole))
+        return whole
+
+    link._lend = watched
+    return in_arena
 
 
 def _step(case: Case, rig: Rig, number: int, ids: torch.Tensor, labels: torch.Tensor) -> Any:

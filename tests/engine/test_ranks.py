@@ -74,7 +74,9 @@ def test_families_on_three_ranks(family: str, workers: Workers) -> None:
 
 @pytest.mark.parametrize("name", quick_and_slow(CASES, lambda number: [*CASES][number] not in RARER))
 def test_on_two_ranks(name: str, workers: Workers) -> None:
-    compare(CASES[name], workers, 2)
+    """A device copies to and from other ranks in memory that it has pinned."""
+    _, among = compare(CASES[name], workers, 2)
+    assert CASES[name].way.get("device") is None or [seen.beside_arena for seen in among] == [0, 0]
 
 
 def test_messages_of_one_tag_keep_their_order() -> None:
@@ -183,6 +185,15 @@ def test_a_replica_that_ends_is_named(workers: Workers) -> None:
     workers.start(replace(REPLICAS["clipped, with dropout"], leaves=3), 4, replicates=True)
     for seen in workers.seen(3):
         assert seen.error.startswith(f"PeerLost: rank 3 on {socket.gethostname()} was lost (")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapter", [False, True])
+def test_two_ranks_on_one_card(adapter: bool, workers: Workers) -> None:
+    """One process's batch passes through the host too: otherwise rotary tables are computed elsewhere."""
+    case = Case(family="llama", shape=BFLOAT16, way={"device": "cuda", "batch_on_device": False}, adapter=adapter)
+    _, among = compare(case, workers, 2)
+    assert [seen.beside_arena for seen in among] == [0, 0]
 
 
 def test_a_rank_that_ends_is_named(workers: Workers) -> None:

@@ -218,3 +218,11 @@ def test_the_disk_is_what_the_run_may_have_of_it_where_that_is_known() -> None:
     full = replace(HARDWARE, disk_free=plan.store_size - 1)
     assert not request().has_room_for(plan, full)
     assert request(ssd_budget=plan.store_size).has_room_for(plan, full)  # what an earlier run left there is taken over
+
+
+def test_processes_of_a_box_share_it_and_those_on_one_card_its_memory() -> None:
+    box = replace(HARDWARE, device="cuda", cores=8, device_memory=1 << 30, device_free=1 << 29, stage_rates=RATES)
+    own, half = box.shared(4), box.shared(4, on_card=2)
+    assert (own.cores, own.device_memory, own.stage_rates) == (2, box.device_memory, RATES)
+    assert (half.cores, half.device_memory, half.device_free) == (2, box.device_memory // 2, box.device_free // 2)
+    assert half.matmul_flops == own.matmul_flops / 2 and half.ram_available == own.ram_available == box.ram_available // 4

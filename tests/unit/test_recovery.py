@@ -244,7 +244,7 @@ WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "box"
 
 
 def test_a_whole_environment_is_joined() -> None:
-    assert place_of(WHOLE) == Place(rank=1, count=3, address="box", port=29500)
+    assert place_of(WHOLE) == Place(rank=1, count=3, local=0, address="box", port=29500)
     assert place_of({**WHOLE, "RANK": "0", "WORLD_SIZE": "1"}) is None, "one process is not several"
     for alone in ({}, {"MASTER_ADDR": "box"}, {"SLURM_STEP_NUM_TASKS": "1"}, {"NNODES": "1"}):
         assert place_of(alone) is None
