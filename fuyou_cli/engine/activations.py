@@ -285,9 +285,9 @@ class KeptOutputs(Activations):
         return y
 
     def _handed_over(self, mode: _Keeping, run: Forward, x: torch.Tensor, weights: OperatorWeights) -> torch.Tensor:
-        if (found := self._calls_by_shape.get(x.shape)) is not None:
-            keeping = _KeepingCalls(mode, *found)
-            with handing_over(keeping.hand_over, weights, attention=found[0].attention is not None):
+        if (known := self._calls_by_shape.get(x.shape)) is not None:
+            keeping = _KeepingCalls(mode, *known)
+            with handing_over(keeping.hand_over, weights, attention=known[0].attention is not None):
                 y = without_saving(run, x)
             keeping.check()
             return y
@@ -322,14 +322,14 @@ class KeptOutputs(Activations):
         arrived: Arrived = {}
         pairs, copied = list[tuple[torch.Tensor, torch.Tensor]](), list[Event]()
         for index, (values, _) in self._resting[micro_batch].items():
-            place, found = self.places[index], list[Any](values)
+            place, outputs = self.places[index], list[Any](values)
             for number, value in enumerate(values):
                 if isinstance(value, Resting):
                     kept = place.kept_tensor(micro_batch, index, value)
-                    found[number] = place.for_backward(kept)
+                    outputs[number] = place.for_backward(kept)
                     if place.waits:
-                        pairs.append((kept, found[number]))
-            arrived[index] = found, copied if place.waits else []
+                        pairs.append((kept, outputs[number]))
+            arrived[index] = outputs, copied if place.waits else []
         if pairs:  # all are from one place
             copied += next(place for place in self.places.values() if place.waits).bring_all(pairs)
         self._began(self._stage.index, *copied)

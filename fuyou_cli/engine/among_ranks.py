@@ -108,23 +108,25 @@ class AmongRanks:
         mine = {
             "loss": loss,
             "squares": sorted(squares.items()),
-            "by_tensor": exact_parts([square for one in by_tensor.values() for square in one]),
+            "by_tensor": exact_parts([square for of_rank in by_tensor.values() for square in of_rank]),
             "sent": sent,
             "changed": changed,
             "refused": None if refused is None else [refused[0], *_words(refused[1])],
         }
         of_ranks = self.ranks.gather(mine)
         # As one process would find it: from the head down.
-        reasons = sorted((one["refused"] for one in of_ranks if one["refused"] is not None), key=lambda reason: -reason[0])
+        reasons = sorted(
+            (of_rank["refused"] for of_rank in of_ranks if of_rank["refused"] is not None), key=lambda reason: -reason[0]
+        )
         if reasons and not (may_skip and all(kind == NumericsError.__name__ for _, kind, _, _ in reasons)):
             _, kind, message, hint = reasons[0]
             error = NumericsError if kind == NumericsError.__name__ else RecomputeError
-            raise error(message, hint=hint, changed=any(one["changed"] for one in of_ranks))
+            raise error(message, hint=hint, changed=any(of_rank["changed"] for of_rank in of_ranks))
         return StepTotals(
             loss=of_ranks[self.model.owners[-1]]["loss"],
-            squares={stage: square for one in of_ranks for stage, square in one["squares"]},
-            by_tensor=[part for one in of_ranks for part in one["by_tensor"]],
-            sent=[count for one in of_ranks for count in one["sent"]],
+            squares={stage: square for of_rank in of_ranks for stage, square in of_rank["squares"]},
+            by_tensor=[part for of_rank in of_ranks for part in of_rank["by_tensor"]],
+            sent=[count for of_rank in of_ranks for count in of_rank["sent"]],
             skipped=reasons[0][2] if reasons else "",
         )
 

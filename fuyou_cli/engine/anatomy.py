@@ -96,8 +96,8 @@ class Stage:
         for number, slotted in enumerate(self.parameters):
             spec, (holder, attribute) = slotted.spec, slotted.places[0]
             if spec.routed:
-                found = ExpertTensor(number, spec.offset, spec.shape, not spec.frozen, slotted.part, spec.transposed)
-                routed.setdefault((holder, attribute), []).append(found)
+                expert_tensor = ExpertTensor(number, spec.offset, spec.shape, not spec.frozen, slotted.part, spec.transposed)
+                routed.setdefault((holder, attribute), []).append(expert_tensor)
             else:
                 plain.append((number, slotted))
         object.__setattr__(self, "plain", tuple(plain))
@@ -264,7 +264,7 @@ def beside_text(model: PreTrainedModel) -> dict[nn.Module, str]:
     decoder, base = model.get_decoder(), model.base_model
     if base is model or decoder not in set(base.modules()):
         return {}
-    waiting, found = [base], dict[nn.Module, str]()
+    waiting, other_parts = [base], dict[nn.Module, str]()
     while waiting:
         module = waiting.pop()
         if module is decoder:
@@ -272,8 +272,8 @@ def beside_text(model: PreTrainedModel) -> dict[nn.Module, str]:
         if any(inner is decoder for inner in module.modules()):
             waiting += module.children()
         elif any(True for _ in module.parameters()):
-            found[module] = names[module]
-    return found
+            other_parts[module] = names[module]
+    return other_parts
 
 
 def blocks_of(model: PreTrainedModel) -> set[nn.Module]:
@@ -293,7 +293,7 @@ def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], block
     untouched = [name for module, name in beside_text(model).items() if module not in ordered]
     untouched += _around_decoder(model)
     ends = tuple(f"{part}." for part in untouched)
-    unowned = {one: places for one, places in unowned.items() if not f"{places[0][2]}.".startswith(ends)}
+    unowned = {parameter: places for parameter, places in unowned.items() if not f"{places[0][2]}.".startswith(ends)}
     stages = []
     for name, module in order:
         kind: StageKind = "block" if module in blocks else "embedding" if _is_input(module) else "norm"
@@ -302,7 +302,7 @@ def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], block
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and embedding is not None and head.weight is embedding.weight
-    named = {name: tuple((part, shape) for part, shape, _ in those) for name, those in parts.items()}
+    named = {name: tuple((part, shape) for part, shape, _ in places) for name, places in parts.items()}
     return Anatomy(model, tuple(stages), tied, untouched=tuple(untouched), parts=named)
 
 
@@ -356,12 +356,12 @@ def _running_order(
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
     """Returns, by parameter identity, every (module, attribute, full name) that holds it. Tied weights have several."""
-    found: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=True):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{module_name}.{attribute}" if module_name else attribute
-            found.setdefault(id(parameter), []).append((module, attribute, name))
-    return found
+            places.setdefault(id(parameter), []).append((module, attribute, name))
+    return places
 
 
 def _take_parameters(
@@ -410,7 +410,9 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
         return replace(slotted, spec=replace(slotted.spec, frozen=bool(matching)))
 
     packed = _with_parameters(anatomy, of)
-    for pattern in [one for one in unmatched if any(_matches(one, name) for every in names.values() for name in every)]:
+    for pattern in [
+        pattern for pattern in unmatched if any(_matches(pattern, name) for every in names.values() for name in every)
+    ]:
         unmatched.pop(pattern)  # a part that is left alone anyway
     if unmatched:
         some = ", ".join(dict.fromkeys(_pattern_of(stage) for stage in anatomy.stages if stage.parameters))
@@ -426,11 +428,11 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
 
 def frozen_with_others(anatomy: Anatomy, patterns: Sequence[str]) -> list[tuple[str, str]]:
     """Returns names that no pattern matches, each with the name of what it is tied to and frozen with."""
-    found = []
+    pairs = []
     for names in _every_name(anatomy).values():
         meant = [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
-        found += [(name, meant[0]) for name in names if meant and name not in meant]
-    return found
+        pairs += [(name, meant[0]) for name in names if meant and name not in meant]
+    return pairs
 
 
 def as_marked(anatomy: Anatomy) -> Anatomy:
@@ -458,10 +460,10 @@ def _with_parameters(anatomy: Anatomy, of: Callable[[Slotted], Slotted]) -> Anat
 
 def _every_name(anatomy: Anatomy) -> dict[int, list[str]]:
     """Returns all names of each parameter, by identity: tied weights have several."""
-    found: dict[int, list[str]] = {}
+    by_parameter: dict[int, list[str]] = {}
     for name, parameter in anatomy.model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return found
+        by_parameter.setdefault(id(parameter), []).append(name)
+    return by_parameter
 
 
 def _identity(slotted: Slotted) -> int:
@@ -481,8 +483,8 @@ def _matches(pattern: str, name: str) -> bool:
             expression += r"(\d+)"
         else:
             expression += re.escape(part[0])
-    found = re.fullmatch(rf"{expression}(?:\..*)?", name)
-    return found is not None and all(int(text) in numbers for text, numbers in zip(found.groups(), ranges, strict=True))
+    match = re.fullmatch(rf"{expression}(?:\..*)?", name)
+    return match is not None and all(int(text) in numbers for text, numbers in zip(match.groups(), ranges, strict=True))
 
 
 def _pattern_of(stage: Stage) -> str:

@@ -65,8 +65,8 @@ def attended(attend: Callable[..., Any], step: int, module: Any, *document: Any,
     length = rounded_up(size, step)
     if length > size:
         qkv = [nn.functional.pad(tensor, (0, 0, 0, length - size)) for tensor in qkv]
-    found: torch.Tensor = attend(module, *qkv, None if mask is None else mask[..., :length, :length], **options)[0]
-    return found[:, :size]
+    attended_rows: torch.Tensor = attend(module, *qkv, None if mask is None else mask[..., :length, :length], **options)[0]
+    return attended_rows[:, :size]
 
 
 def attention_apart(
@@ -89,11 +89,11 @@ def by_document(
     """
     options.pop("position_ids", None)  # flash attention would look for documents in them
     rows = zip(documents, *(tensor.split(1) for tensor in (query, key, value)), strict=True)
-    found = []
+    outputs = []
     for lengths, *row in rows:
-        for one in zip(*(tensor.split(list(lengths), dim=2) for tensor in row), strict=True):
-            found.append(attend(module, *one, attention_mask, **options))
-    together = torch.cat(found, dim=1)
+        for document in zip(*(tensor.split(list(lengths), dim=2) for tensor in row), strict=True):
+            outputs.append(attend(module, *document, attention_mask, **options))
+    together = torch.cat(outputs, dim=1)
     return together.view(query.shape[0], query.shape[2], *together.shape[2:]), None
 
 
@@ -157,8 +157,8 @@ def attention_with_sinks(
     may have fewer heads. attn_mask: boolean (True: attends), or added to scores; (1 or rows, 1 or heads, tokens, tokens)."""
     if has_torch_function((query,)):
         given = query, key, value, attn_mask, dropout_p, is_causal
-        found: torch.Tensor = handle_torch_function(attention_with_sinks, (query,), *given, scale=scale, sinks=sinks)
-        return found
+        handled: torch.Tensor = handle_torch_function(attention_with_sinks, (query,), *given, scale=scale, sinks=sinks)
+        return handled
     kernel = kernel_of(query, key, value, attn_mask, dropout_p, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     bias = _added(attn_mask, query.dtype)
@@ -214,45 +214,47 @@ class WithSinks(torch.autograd.Function):
         is_causal: bool, scale: float, kernel: AttentionKernel,
     ) -> torch.Tensor:  # fmt: skip
         if kernel == "efficient":
-            out, lse, *rest = _aten._scaled_dot_product_efficient_attention(
+            out, lse, *for_backward = _aten._scaled_dot_product_efficient_attention(
                 query, key, value, bias, True, 0.0, is_causal, scale=scale
             )
         elif query.device.type == "cpu":
-            out, lse, *rest = _aten._scaled_dot_product_flash_attention_for_cpu(
+            out, lse, *for_backward = _aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
             )
         else:
-            out, lse, *rest = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
+            out, lse, *for_backward = _aten._scaled_dot_product_flash_attention(
+                query, key, value, 0.0, is_causal, False, scale=scale
+            )
         sink = sinks.to(lse.dtype)[:, None]
         share = torch.sigmoid(lse[..., : query.shape[2]] - sink).unsqueeze(-1)  # the efficient kernel rounds tokens up
         scaled: torch.Tensor = out.clone().mul_(share)  # the kernel's own may be kept; rounded once
         ctx.save_for_backward(query, key, value, sinks, bias, scaled, torch.logaddexp(lse, sink))
-        ctx.options = is_causal, scale, kernel, rest
+        ctx.options = is_causal, scale, kernel, for_backward
         return scaled
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, bias, out, lse = ctx.saved_tensors
-        is_causal, scale, kernel, rest = ctx.options
+        is_causal, scale, kernel, for_backward = ctx.options
         given = grad, query, key, value
         if kernel == "efficient":
-            found = _aten._scaled_dot_product_efficient_attention_backward(
-                *given, bias, out, lse, *rest, 0.0, [True, True, True, False], is_causal, scale=scale
+            gradients = _aten._scaled_dot_product_efficient_attention_backward(
+                *given, bias, out, lse, *for_backward, 0.0, [True, True, True, False], is_causal, scale=scale
             )
         elif query.device.type == "cpu":
-            found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *given, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
             )
         else:
-            found = _aten._scaled_dot_product_flash_attention_backward(
-                *given, out, lse, *rest[:4], 0.0, is_causal, *rest[4:6], scale=scale
+            gradients = _aten._scaled_dot_product_flash_attention_backward(
+                *given, out, lse, *for_backward[:4], 0.0, is_causal, *for_backward[4:6], scale=scale
             )
         of_sinks = None
         if ctx.needs_input_grad[3]:
             weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse[..., : query.shape[2]])  # what each token gives its sink
             of_sinks = -(weights * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return *found[:3], of_sinks, None, None, None, None
+        return *gradients[:3], of_sinks, None, None, None, None
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -370,13 +372,13 @@ def rope_types(model: PreTrainedModel) -> Iterator[str]:
 
 def turns(model: PreTrainedModel) -> list[PositionChange]:
     """Lists the lengths at which a model's positions change; shortest first."""
-    found = set()
+    changes = set()
     for module, kind, parameters in _rotary(model):
         if kind == "longrope":
-            found.add(PositionChange(parameters["original_max_position_embeddings"], growing=False))
+            changes.add(PositionChange(parameters["original_max_position_embeddings"], growing=False))
         elif "dynamic" in kind:
-            found.add(PositionChange(module.original_max_seq_len, growing=True))
-    return sorted(found, key=lambda turn: turn.tokens)
+            changes.add(PositionChange(module.original_max_seq_len, growing=True))
+    return sorted(changes, key=lambda turn: turn.tokens)
 
 
 def _rotary(model: PreTrainedModel) -> Iterator[tuple[Any, str, dict[str, Any]]]:
@@ -394,7 +396,7 @@ def alike(model: PreTrainedModel, lengths: Sequence[int], *, new: int = 0) -> li
     """Groups rows, by their places in `lengths`, that have the positions of their own length in one batch, also while `new`
     tokens follow each of them. One group holds all of them for most models."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    found = turns(model)
+    changes = turns(model)
 
     def of(length: int, turn: PositionChange) -> int:
         if length + new <= turn.tokens:
@@ -402,5 +404,5 @@ def alike(model: PreTrainedModel, lengths: Sequence[int], *, new: int = 0) -> li
         return -1 if length > turn.tokens and not turn.growing else length
 
     for place, length in enumerate(lengths):
-        groups.setdefault(tuple(of(length, turn) for turn in found), []).append(place)
+        groups.setdefault(tuple(of(length, turn) for turn in changes), []).append(place)
     return list(groups.values())

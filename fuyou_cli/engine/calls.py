@@ -415,7 +415,7 @@ def _wide_router(model: PreTrainedModel) -> str | None:
 def _experts(model: PreTrainedModel) -> str | None:
     """Names a module that holds experts, or chooses among them, where nobody else can compute them (`experts.routed`).
     Configurations of dense models may count some too: defaults of their classes."""
-    found: str | None = None
+    experts_name: str | None = None
     modules: Iterator[tuple[str, nn.Module]] = model.base_model.named_modules()
     for name, module in modules:
         if is_experts(module):
@@ -423,9 +423,9 @@ def _experts(model: PreTrainedModel) -> str | None:
         if "Expert" in type(module).__name__:
             return name
         counts = [vars(module).get(key) for key in EXPERT_KEYS if module is not model.base_model]
-        if found is None and any(isinstance(count, int) and count > 1 for count in counts):
-            found = name
-    return found
+        if experts_name is None and any(isinstance(count, int) and count > 1 for count in counts):
+            experts_name = name
+    return experts_name
 
 
 @contextmanager
@@ -451,8 +451,8 @@ def with_fake_parameters(module: nn.Module) -> Iterator[None]:
         for holder in module.modules():
             for name, parameter in holder._parameters.items():
                 if parameter is not None:
-                    made = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    holder._parameters[name] = nn.Parameter(made, requires_grad=False)
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    holder._parameters[name] = nn.Parameter(empty, requires_grad=False)
         yield
 
 

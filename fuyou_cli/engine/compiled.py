@@ -52,8 +52,8 @@ def as_compiled(model: ModelSpec) -> ModelSpec:
             return stage
         peak = stage.backward_peak + stage.params * item
         graph = OperatorSpec(index=0, name="graph", flops=stage.forward_flops, bytes=stage.graph_bytes)
-        found: tuple[OperatorSpec, ...] = (graph,) if stage.goes_back and stage.graph_bytes else ()
-        operators = seen.setdefault(found, found)  # equal blocks share them: a search relies on it
+        kept: tuple[OperatorSpec, ...] = (graph,) if stage.goes_back and stage.graph_bytes else ()
+        operators = seen.setdefault(kept, kept)  # equal blocks share them: a search relies on it
         return replace(stage, operators=operators, unneeded=(), forward_peak=peak, backward_peak=peak)
 
     return replace(model, stages=tuple(map(of, model.stages)), compiled=True)
@@ -95,9 +95,9 @@ class CompiledBlocks(Activations):
         try:
             return self._forwards[kind](block, *args, **kwargs)
         except TorchDynamoException as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
-                f"train.compile: {kind.__name__} cannot be compiled: {said}",
+                f"train.compile: {kind.__name__} cannot be compiled: {reason}",
                 hint="leave train.compile false; on a CPU torch needs g++ to compile, on a GPU Triton",
             ) from error
 
@@ -219,9 +219,9 @@ class _GoingOn(torch.autograd.Function):
         (graph, brought), ctx.graph, ctx.brought = (ctx.graph, ctx.brought), None, None
         wanted = [edge for edge in graph.inputs if edge is not None]
         graph.saved.enter(*brought)
-        found = iter(torch.autograd.grad([graph.output], wanted, [gradient], allow_unused=True))
+        gradients = iter(torch.autograd.grad([graph.output], wanted, [gradient], allow_unused=True))
         graph.saved.leave()
-        return None, *(None if edge is None else next(found) for edge in graph.inputs)
+        return None, *(None if edge is None else next(gradients) for edge in graph.inputs)
 
 
 def graph_bytes(run: Forward, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -> int:

@@ -253,7 +253,9 @@ class DeviceDecoder(Decoder):
         self._pairs, self._places = pairs.view(torch.int32), places.view(torch.int32)
         self._levels = torch.from_numpy(nf4_pairs()).to(device.torch_device)
         self._dynamic = torch.from_numpy(dynamic_levels()).to(device.torch_device)
-        self._small_levels, self._powers = (torch.from_numpy(one).to(device.torch_device) for one in (mxfp4_pairs(), powers()))
+        self._small_levels, self._powers = (
+            torch.from_numpy(table).to(device.torch_device) for table in (mxfp4_pairs(), powers())
+        )
 
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
         unit = {"int8": at.columns, "fp8": FP8_BLOCK * at.columns}.get(kind, 1)

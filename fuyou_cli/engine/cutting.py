@@ -94,7 +94,7 @@ class StepIds:
         """Returns the distinct rows of each piece, or of the whole table, that all micro-batches look up: 1-D, in host memory,
         counted from the piece's own first row."""
         by_piece = zip(*([distinct for _, distinct in part] for part in self._in_rows), strict=True)
-        return [torch.cat(found).unique() - first for found, first in zip(by_piece, self._firsts, strict=True)]
+        return [torch.cat(pieces).unique() - first for pieces, first in zip(by_piece, self._firsts, strict=True)]
 
     def part(self, ids: torch.Tensor) -> OfMicroBatches | None:
         """Returns what is known of `ids`, in any shape, if they are whole micro-batches of the forward's ids, unchanged since;
@@ -530,12 +530,12 @@ class _Followed(Noting):
 def obstacles(anatomy: Anatomy) -> dict[str, str]:
     """Returns, by block with routed experts, why these cannot be stages of their own; empty if they can."""
     mixtures = {stage.name: stage for stage in anatomy.stages if stage.kind == "block" and stage.experts}
-    found = {name: _by_tensors(stage) for name, stage in mixtures.items()}
+    reasons = {name: _by_tensors(stage) for name, stage in mixtures.items()}
     seen: dict[object, str] = {}
     with only_refusals(anatomy.model, shape=TRIED):
         for call, x in stage_calls(anatomy.model, anatomy.modules(), shape=TRIED, isolated=anatomy.isolated):
             stage = mixtures.get(call.name)
-            if stage is None or found[call.name]:
+            if stage is None or reasons[call.name]:
                 continue
             assert stage.module is not None and hasattr(x, "fake_mode")
             sort = type(stage.module), tuple((name, type(part)) for name, part in stage.module.named_modules())
@@ -543,8 +543,8 @@ def obstacles(anatomy: Anatomy) -> dict[str, str]:
                 traced = tracing(stage.module, mode=x.fake_mode, length=x.shape[1])
                 with traced, torch.no_grad(), with_fake_parameters(stage.module):
                     seen[sort] = _by_forward(stage, call.run, x)
-            found[call.name] = seen[sort]
-    return found
+            reasons[call.name] = seen[sort]
+    return reasons
 
 
 def _by_tensors(stage: Stage) -> str:

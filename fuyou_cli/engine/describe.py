@@ -108,9 +108,9 @@ class LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self._seen:
                     self._seen.add(key)
-                    one, number = (storage.nbytes(), 1) if self._short is None else self._short.charged(storage.nbytes())
-                    size = number * alive(one)
-                    mapped = size if one >= MAPPED else 0
+                    each, number = (storage.nbytes(), 1) if self._short is None else self._short.charged(storage.nbytes())
+                    size = number * alive(each)
+                    mapped = size if each >= MAPPED else 0
                     self._add(size, mapped)
                     weakref.finalize(storage, self._drop, key, size, mapped)
         self.peak = max(self.peak, self.live + _kernel_room(func, (args, kwargs, out)))
@@ -139,8 +139,8 @@ class _Peak:
 
     @classmethod
     def of(cls, size: int, blocks: int = 1) -> _Peak:
-        taken = blocks * alive(size)
-        return cls(taken, taken if size >= MAPPED else 0)
+        charged = blocks * alive(size)
+        return cls(charged, charged if size >= MAPPED else 0)
 
 
 Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where backward begins beside an output, with their gradients

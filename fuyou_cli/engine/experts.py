@@ -124,14 +124,14 @@ ExpertsLayout = tuple[nn.Module, Mapping[str, Matrices]]  # an experts module, a
 
 def laid_out(tensors: Mapping[tuple[nn.Module, str], Sequence[Tensor]]) -> tuple[ExpertsLayout, ...]:
     """Returns the layouts of the experts modules of a stage. tensors: by module and parameter."""
-    found: dict[nn.Module, dict[str, Matrices]] = {}
+    by_module: dict[nn.Module, dict[str, Matrices]] = {}
     for (module, name), of_parameter in tensors.items():
         if name in _PRODUCTS:
             (biases,) = tensors.get((module, f"{name}_bias"), (None,))
-            found.setdefault(module, {})[name] = Matrices.of(of_parameter, biases, turned=bool(module.is_transposed))
+            by_module.setdefault(module, {})[name] = Matrices.of(of_parameter, biases, turned=bool(module.is_transposed))
         elif _LOW_RANK.fullmatch(name):
-            found.setdefault(module, {})[name] = Matrices.of(of_parameter, None, turned=False)
-    return tuple(found.items())
+            by_module.setdefault(module, {})[name] = Matrices.of(of_parameter, None, turned=False)
+    return tuple(by_module.items())
 
 
 class Sink(Protocol):
@@ -316,10 +316,10 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = grad.index_select(0, ctx.inverse)
+        grad_source = grad.index_select(0, ctx.inverse)
         if ctx.repeats > 1:
-            found = found.view(-1, ctx.repeats, *grad.shape[1:]).sum(1)
-        return found, None, None, None
+            grad_source = grad_source.view(-1, ctx.repeats, *grad.shape[1:]).sum(1)
+        return grad_source, None, None, None
 
 
 def _product(x: torch.Tensor, bank: Bank, name: str, route: Route, shares: torch.Tensor | None = None) -> torch.Tensor:
@@ -576,16 +576,16 @@ def add_low_rank(
     `names`: what stands for `weight` in the names of A and B."""
     pairs: dict[str, tuple[tuple[str, str], ...]] = {}
     added: dict[str, list[NamedPart]] = {}
-    for own, those in parts.items():
+    for own, places in parts.items():
         like = module._parameters[own]
         assert like is not None
-        for name, (outputs, inputs), place in those:
+        for name, (outputs, inputs), place in places:
             for kind, shape, end in zip("AB", ((rank, inputs), (outputs, rank)), names, strict=True):
                 attribute = f"{own}_lora_{kind}{place.part}"
                 added.setdefault(attribute, []).append((name.removesuffix("weight") + end, shape, ExpertPart(place.expert, 0)))
-        every = range(1 + max(place.part for *_, place in those))
+        every = range(1 + max(place.part for *_, place in places))
         pairs[own] = tuple((f"{own}_lora_A{part}", f"{own}_lora_B{part}") for part in every)
-        for attribute in (one for pair in pairs[own] for one in pair):
+        for attribute in (attribute_name for pair in pairs[own] for attribute_name in pair):
             experts = torch.empty(len(added[attribute]), *added[attribute][0][1], dtype=like.dtype, device="meta")
             module.register_parameter(attribute, nn.Parameter(experts))
     vars(module)[LOW_RANK] = LowRank(scaling, pairs, added)
@@ -600,23 +600,23 @@ def named_parts(model: PreTrainedModel) -> dict[str, list[NamedPart]]:
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     joins: list[tuple[str, list[str]]] = []  # the end of a parameter's name, and those of its parts
-    for one in get_model_conversion_mapping(model):
-        if not isinstance(one, WeightConverter):
+    for conversion in get_model_conversion_mapping(model):
+        if not isinstance(conversion, WeightConverter):
             continue
-        kinds = [type(operation) for operation in one.operations]
-        merges = bool(kinds) and kinds[0] is MergeModulelist and one.operations[0].dim == 0
-        joined = kinds[1:] == [Concatenate] and one.operations[1].dim == 1
-        if merges and (joined or (len(kinds) == 1 and len(one.source_patterns) == 1)):
-            joins.append((one.target_patterns[0], [source.replace("\\.", ".") for source in one.source_patterns]))
-    found: dict[str, list[NamedPart]] = {}
+        kinds = [type(operation) for operation in conversion.operations]
+        merges = bool(kinds) and kinds[0] is MergeModulelist and conversion.operations[0].dim == 0
+        joined = kinds[1:] == [Concatenate] and conversion.operations[1].dim == 1
+        if merges and (joined or (len(kinds) == 1 and len(conversion.source_patterns) == 1)):
+            joins.append((conversion.target_patterns[0], [source.replace("\\.", ".") for source in conversion.source_patterns]))
+    by_name: dict[str, list[NamedPart]] = {}
     for name, module in model.named_modules():
         if is_experts(module) and (added := vars(module).get(LOW_RANK)) is not None:
-            found |= {f"{name}.{own}": list(those) for own, those in added.parts.items()}
+            by_name |= {f"{name}.{own}": list(added_parts) for own, added_parts in added.parts.items()}
         for own, parameter in module.named_parameters(recurse=False) if is_experts(module) else ():
             for end, parts in joins:
                 if f"{name}.{own}".endswith(end):
-                    found[f"{name}.{own}"] = list(_parts_of(f"{name}.{own}", parameter, end, parts))
-    return found
+                    by_name[f"{name}.{own}"] = list(_parts_of(f"{name}.{own}", parameter, end, parts))
+    return by_name
 
 
 def _parts_of(name: str, parameter: torch.Tensor, end: str, parts: Sequence[str]) -> Iterator[NamedPart]:

@@ -166,8 +166,8 @@ class HeadPasses:
         """Returns each token's loss, and notes the step's."""
         tokens, is_final = self.token_losses(hidden, targets)
         if self.visits.plan.numerics.lanes > 1:  # by micro-batch: replicas have some of the tokens
-            found = self.of_all([tokens.of_part(part) for part in self.visits.micro_batches(targets)])
-            self.loss = sum(found) / normaliser
+            losses = self.of_all([tokens.of_part(part) for part in self.visits.micro_batches(targets)])
+            self.loss = sum(losses) / normaliser
             self._check_loss(self.loss, last)
             return tokens
         self._losses.append(tokens.losses())

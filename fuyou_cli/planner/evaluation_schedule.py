@@ -17,8 +17,8 @@ _PASSES = 2  # simulated; the first begins with empty slots
 def evaluation_schedule(model: ModelSpec, plan: Plan) -> Schedule:
     """Returns one pass over the model, for as many rows as one sweep of a step. Nothing is kept for backward, no gradient is
     summed. An update that waits for the next forward runs before the first visit of its stage here, as it would in a step."""
-    here = [stage.index for stage in model.stages if not stage.away]
-    visits = tuple(_visit(model, plan, index, stage) for index, stage in enumerate(here))
+    own_stages = [stage.index for stage in model.stages if not stage.away]
+    visits = tuple(_visit(model, plan, index, stage) for index, stage in enumerate(own_stages))
     owners = (visit.owner for visit in visits if visit.fetch and visit.owner is not None)
     read = sum(fetched_bytes(model, plan.stages[owner]) for owner in owners)
     return Schedule(visits=visits, traffic=Traffic(read={"weights": read}, written={}))

@@ -332,10 +332,10 @@ def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tupl
         return tuple(every)
     left = abs(share) * (request.gpu_budget - outputs - most_needed(model, replace(request, device_states=())).total)
     left -= update_scratch(max(model.stages[stage].trained for stage in every))
-    rest, chosen = need_rest(model, request), list[int]()
+    sums_rest, chosen = need_rest(model, request), list[int]()
     for stage in stages_at_turn(model) if share == TURN else _by_traffic(model, every):
         spec = model.stages[stage]
-        size = spec.weight_bytes + spec.state_bytes + spec.gradient_bytes(request.numerics.accumulate_dtype) * rest[stage]
+        size = spec.weight_bytes + spec.state_bytes + spec.gradient_bytes(request.numerics.accumulate_dtype) * sums_rest[stage]
         if size <= left:
             chosen.append(stage)
             left -= size
@@ -355,13 +355,13 @@ def with_homes_on_device(
     if request.device == "cpu" or request.gpu_budget is None or request.weights is not None:
         return stages
     sizes = [stage.weight_bytes for stage in model.stages]
-    again = {owner: times for owner, times in uploads(model, schedule.visits, stages).items() if times > 1}
-    movable = [owner for owner in again if stages[owner].weights == "cpu"]
-    order = sorted(movable, key=lambda owner: (-again[owner], sizes[owner], owner))
+    uploaded_again = {owner: times for owner, times in uploads(model, schedule.visits, stages).items() if times > 1}
+    movable = [owner for owner in uploaded_again if stages[owner].weights == "cpu"]
+    order = sorted(movable, key=lambda owner: (-uploaded_again[owner], sizes[owner], owner))
     turning = [size for owner, size in enumerate(sizes) if owner not in movable and stages[owner].weights != "gpu"]
     streamed = max(turning, default=0)
-    beside = device_memory(model, request, stages)
-    homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - (beside.total - beside.turns)
+    memory = device_memory(model, request, stages)
+    homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - (memory.total - memory.turns)
     count = len(order)  # how many stay; with fewer streamed stages the spans may be smaller
     while count and homes + WEIGHTS_ON_DEVICE * streamed > left:
         count -= 1

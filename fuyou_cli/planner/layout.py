@@ -70,7 +70,7 @@ class SharedSizes:
         # By stage, a number for what its boundary depends on beside the kept outputs. Equal blocks share their operators.
         numbers: dict[tuple[int, bool, bool], int] = {}
         about = ((id(stage.operators), stage.keeps_input, stage.expert_range is None) for stage in model.stages)
-        self.alike = [numbers.setdefault(one, len(numbers)) for one in about]
+        self.alike = [numbers.setdefault(key, len(numbers)) for key in about]
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
         self._outputs: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -164,7 +164,7 @@ def layout(shared: SharedSizes, request: PlanRequest, homes: Homes, *, lookahead
     # What survives a run comes first and depends only on the model. So a resumed run may place everything else differently.
     transient = SpanAllocator(STORE_UNIT, used=shared.durable_size)
     boundaries = [shared.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
-    resting = [request.defers or request.is_swept or again for again in shared.has_two_users]
+    resting = [request.defers or request.is_swept or has_two for has_two in shared.has_two_users]
     slot_classes = tuple(
         _slot_class(arena, shared, request, homes, number, resting, lookahead=lookahead, gradient_slots=gradient_slots)
         for number in range(max(shared.classes) + 1)
@@ -255,10 +255,10 @@ def range_sums(model: ModelSpec, request: PlanRequest) -> int:
 
 def _staging_slots(arena: SpanAllocator, model: ModelSpec, states: tuple[Tier, ...]) -> tuple[Span, ...]:
     """Returns the slots through which states are copied to the host and back, by commits and outside of steps."""
-    there = [stage.params for stage, tier in zip(model.stages, states, strict=True) if tier == "gpu"]
-    if not any(there):
+    on_device = [stage.params for stage, tier in zip(model.stages, states, strict=True) if tier == "gpu"]
+    if not any(on_device):
         return ()
-    largest = align_up(4 * max(there), STORE_UNIT)  # bytes of momentum, or of variance
+    largest = align_up(4 * max(on_device), STORE_UNIT)  # bytes of momentum, or of variance
     return tuple(arena.take(min(_STAGING_PIECE, largest)) for _ in range(_STAGING_SLOTS))
 
 
@@ -296,8 +296,8 @@ def _slot_class(
 def need_rest(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
     """Tells, by stage, whether its gradients, if it has any, need a home: until a deferred update, from a tied head's backward
     to the embedding's, or from sweep to sweep."""
-    rest = request.defers or request.is_swept
-    return tuple(rest or model.has_two_users(stage.index) for stage in model.stages)
+    every_sum = request.defers or request.is_swept
+    return tuple(every_sum or model.has_two_users(stage.index) for stage in model.stages)
 
 
 def may_take_turns(shared: SharedSizes, request: PlanRequest, stage: int) -> bool:

@@ -176,12 +176,12 @@ def range_sizes(model: ModelSpec, request: PlanRequest) -> list[int]:
         return []
     routed = [tensor for tensor in largest.tensors if tensor.routed]
     item, summed = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
-    taken = sum(tensor.numel * (item + (0 if tensor.frozen else summed)) for tensor in routed)  # by all experts
+    expert_bytes = sum(tensor.numel * (item + (0 if tensor.frozen else summed)) for tensor in routed)  # by all experts
     most = request.cpu_budget if request.gpu_budget is None else min(request.cpu_budget, request.gpu_budget)
     sizes, size = list[int](), largest.experts
-    while size > 1 and taken * size > _RANGE_SHARE * most * largest.experts:
+    while size > 1 and expert_bytes * size > _RANGE_SHARE * most * largest.experts:
         size = -(-size // 2)
-        if WEIGHTS_ON_DEVICE * taken * size <= most * largest.experts:
+        if WEIGHTS_ON_DEVICE * expert_bytes * size <= most * largest.experts:
             sizes.append(size)
     return sizes
 
@@ -363,8 +363,8 @@ def most_needed(model: ModelSpec, request: PlanRequest) -> DeviceMemory:
     every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
     if request.kept == "none":
         every_kept = ((),) * len(model.stages)
-    updated, rest = stages_on_device(model, request), need_rest(model, request)
-    resting = {stage for stage in updated if rest[stage]}
+    updated, sums_rest = stages_on_device(model, request), need_rest(model, request)
+    resting = {stage for stage in updated if sums_rest[stage]}
     return _memory(model, request, {*at_home, *updated}, every_kept, updated=updated, resting=resting)
 
 
@@ -385,20 +385,20 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
     outputs of the one before leave. A cut head has the sums of all three, and the inputs of this one and the next. So have
     ranges of experts, and the block before them. If the batch stays on the device, only kept boundaries and outputs are copied.
     """
-    one = request.group.batch_size <= request.numerics.micro_batch_size
+    single = request.group.batch_size <= request.numerics.micro_batch_size
     kept, boundary, balance = kept_bytes(spec, outputs), micro_boundary(model, request), balance_bytes(spec, request.numerics)
     if request.batch_on_device:
-        arriving = (1 if one else 2) * boundary * spec.keeps_input
+        arriving = (1 if single else 2) * boundary * spec.keeps_input
         # One more set of kept outputs than micro-batches that compute: a set is freed only after its copies end.
         return balance + max(
-            spec.backward_peak + arriving + kept * (1 if one else 2), spec.forward_peak + kept * (1 if one else 2)
+            spec.backward_peak + arriving + kept * (1 if single else 2), spec.forward_peak + kept * (1 if single else 2)
         )
     if spec.kind == "head" and model.head_is_cut:
         sums = SUMMED * model.hidden_size * request.numerics.micro_batch_tokens
-        return spec.backward_peak + 2 * boundary + sums * (1 if one else 3)
+        return spec.backward_peak + 2 * boundary + sums * (1 if single else 3)
     if spec.expert_range is not None or model.ranges(spec.index):
         balance += boundary + 2 * range_sums(model, request) // request.group.micro_batches
-    if one:
+    if single:
         return balance + max(spec.backward_peak, spec.forward_peak + kept) + boundary
     return balance + max(spec.backward_peak + 3 * boundary + kept, spec.forward_peak + 4 * boundary + 2 * kept)
 
@@ -448,7 +448,7 @@ def memory_lines(
     written = _total(stage.boundary_extent for stage in stages)
     in_ram, on_ssd = _boundaries_policies(model, spans, in_turns)
     crossing = (*spans.upload_slots, *(() if request.batch_on_device else spans.batch_slots))
-    beside = outside_arena(model, hardware, request, spans.arena_size)
+    outside = outside_arena(model, hardware, request, spans.arena_size)
     weight_slots = _total(span for slots in spans.slot_classes for span in slots.weight_slots)
     gradient_slots = _total(span for slots in spans.slot_classes for span in slots.gradient_slots)
     lines: tuple[tuple[str, Tier, int, int, str], ...] = (  # what, tier, bytes, bytes of all of it anywhere (0: only here), why
@@ -463,12 +463,12 @@ def memory_lines(
         ("decoded weights", "cpu", _total((spans.decoded,)), 0, "of the block that computes"),
         ("staging", "cpu", _total(spans.staging_slots), 0, "commits of what rests on the GPU"),
         ("crossing", "cpu", _total(crossing), 0, "the batch between stages, to and from the device"),
-        ("compute", "cpu", beside["compute"], 0, "activations of one micro-batch"),
-        ("chosen experts", "cpu", beside["chosen experts"], 0, _CHOSEN),
-        ("free pages", "cpu", beside["free pages"], 0, "of the heap, from one block to the next"),
-        ("compiled products", "cpu", beside["compiled products"], 0, "of libraries, for micro-batches of other widths"),
+        ("compute", "cpu", outside["compute"], 0, "activations of one micro-batch"),
+        ("chosen experts", "cpu", outside["chosen experts"], 0, _CHOSEN),
+        ("free pages", "cpu", outside["free pages"], 0, "of the heap, from one block to the next"),
+        ("compiled products", "cpu", outside["compiled products"], 0, "of libraries, for micro-batches of other widths"),
         ("update chunks", "cpu", spans.io.scratch.size, 0, "read, update, write"),
-        ("process", "cpu", beside["process"], 0, "Python, torch, threads"),
+        ("process", "cpu", outside["process"], 0, "Python, torch, threads"),
         ("weights", "gpu", device.homes + device.turns, weights, "on the GPU home and two turns"),
         ("decoded weights", "gpu", device.decoded, 0, "of the block that computes"),
         ("optimizer states", "gpu", device.states, states, "home, updated there"),

@@ -38,9 +38,9 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
     request = replace(request, kept=request.kept or "none")
     for count, (lookahead, slots) in product(sweep_counts(model, request), pipelines(request, stages=len(model.stages))):
         candidate = Candidate(lookahead=lookahead, gradient_slots=slots, defer=request.defer or False, sweeps=count)
-        made = made_of(model, hardware, request, candidate)
-        if made is not None:
-            return made
+        placed = made_of(model, hardware, request, candidate)
+        if placed is not None:
+            return placed
     raise too_small(model, hardware, request)
 
 
@@ -245,8 +245,10 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
     if len(counts := sweep_counts(model, request)) > 1:
         return min(least_memory(model, hardware, replace(request, sweeps=count)) for count in counts)
     if request.trained_in_ram is None and (first := least_budget_to_rest(model, request)) is not None:
-        there, elsewhere = (least_memory(model, hardware, replace(request, trained_in_ram=rests)) for rests in (True, False))
-        return min(elsewhere, max(there, first))
+        trained_in_ram, trained_elsewhere = (
+            least_memory(model, hardware, replace(request, trained_in_ram=rests)) for rests in (True, False)
+        )
+        return min(trained_elsewhere, max(trained_in_ram, first))
     request = with_batch(model, request)
     nothing: Kept = ((),) * len(model.stages)
     shared, homes = SharedSizes(model, request), _first_homes(model, request, _first_kept(model, request, 0.0), nothing)
@@ -339,11 +341,11 @@ def _first_homes(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there:
     gradients: list[Tier] = [
         _home_off_device(request.gradients, first) if is_resting else "cpu" for is_resting in need_rest(model, request)
     ]
-    there = stages_on_device(model, request)
+    on_device = stages_on_device(model, request)
     return Homes(
-        weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),
-        states=tuple("gpu" if index in there else _home_off_device(request.states, first) for index in range(count)),
-        gradients=tuple("gpu" if index in there else gradients[index] for index in range(count)),
+        weights=tuple("gpu" if index in on_device else request.weights or "ssd" for index in range(count)),
+        states=tuple("gpu" if index in on_device else _home_off_device(request.states, first) for index in range(count)),
+        gradients=tuple("gpu" if index in on_device else gradients[index] for index in range(count)),
         boundaries=boundaries,
         kept=kept,
         kept_there=kept_there,

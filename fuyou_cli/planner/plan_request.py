@@ -131,8 +131,8 @@ def ways_to_rest(model: ModelSpec, request: PlanRequest) -> tuple[PlanRequest, .
     worth more to boundaries or outputs, or too much for the run to fit. The one preferred comes first."""
     if request.trained_in_ram is not None or not rest_in_ram(model, request):
         return (request,)
-    there, elsewhere = (replace(request, trained_in_ram=rests) for rests in (True, False))
-    return (there,) if _touched(model, request) <= _LITTLE_TRAINED * request.cpu_budget else (there, elsewhere)
+    in_ram, elsewhere = (replace(request, trained_in_ram=rests) for rests in (True, False))
+    return (in_ram,) if _touched(model, request) <= _LITTLE_TRAINED * request.cpu_budget else (in_ram, elsewhere)
 
 
 def least_budget_to_rest(model: ModelSpec, request: PlanRequest) -> int | None:

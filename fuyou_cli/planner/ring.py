@@ -32,15 +32,15 @@ def check_ranks(model: ModelSpec, ranks: int) -> None:
 def calls(model: ModelSpec) -> list[list[int]]:
     """Lists the stages by what the model's own forward calls: a block with the ranges of its experts, a table with the pieces
     of its vocabulary; at the end the head, with its pieces."""
-    found: list[list[int]] = []
+    by_call: list[list[int]] = []
     for stage in model.stages:
         first, _ = stage.vocabulary or (0, 0)
-        goes_on = stage.expert_range is not None or (first > 0 and model.stages[found[-1][0]].kind == stage.kind)
+        goes_on = stage.expert_range is not None or (first > 0 and model.stages[by_call[-1][0]].kind == stage.kind)
         if goes_on:
-            found[-1].append(stage.index)
+            by_call[-1].append(stage.index)
         else:
-            found.append([stage.index])
-    return found
+            by_call.append([stage.index])
+    return by_call
 
 
 def groups(model: ModelSpec) -> list[list[int]]:
@@ -218,6 +218,6 @@ def _other(model: ModelSpec, stage: int, *, backward: bool) -> Boundary | None:
 
 def link_bytes(model: ModelSpec, schedule: Schedule, tokens: int, sweeps: int = 1) -> tuple[int, int]:
     """Returns the bytes of boundaries that a rank takes and gives in a step of `tokens` computed tokens."""
-    found = exchanges(model, schedule)
+    boundaries = exchanges(model, schedule)
     each = model.boundary_bytes_per_token * tokens // sweeps
-    return each * sum(e.takes is not None for e in found), each * sum(e.gives is not None for e in found)
+    return each * sum(e.takes is not None for e in boundaries), each * sum(e.gives is not None for e in boundaries)

@@ -61,9 +61,9 @@ class RunPlanner:
         if not hardware.slows_down:
             return self._rested(model, request, effort)
         if steps and steps * least_written(model, request) <= hardware.burst_bytes:
-            made = self._rested(model, request, effort)
-            if not leaves_fast_region(made.plan, hardware, steps):
-                return made
+            first = self._rested(model, request, effort)
+            if not leaves_fast_region(first.plan, hardware, steps):
+                return first
         return self._rested(model, replace(request, sustained=True), effort)
 
     def _rested(self, model: ModelSpec, request: PlanRequest, effort: Effort | None) -> PlanMade:
@@ -72,15 +72,15 @@ class RunPlanner:
         seen = list[tuple[tuple[bool, float], PlanMade]]()
         for way in (ways := ways_to_rest(model, request)):
             try:
-                made = self._made(model, way, effort)
+                planned = self._made(model, way, effort)
             except PlanError:
                 if way is ways[-1] and not seen:
                     raise
                 continue
-            predicted = made.plan.predicted
-            fits = predicted.cpu_peak <= made.plan.cpu_budget  # a plan that only says what it needs does not
+            predicted = planned.plan.predicted
+            fits = predicted.cpu_peak <= planned.plan.cpu_budget  # a plan that only says what it needs does not
             seconds = predicted.step_seconds * (1 - WORTH_WRITING if way is ways[0] else 1)
-            seen.append(((not fits, seconds if fits else float(predicted.cpu_peak)), made))
+            seen.append(((not fits, seconds if fits else float(predicted.cpu_peak)), planned))
         return min(seen, key=lambda pair: pair[0])[1]
 
     def _made(self, model: ModelSpec, request: PlanRequest, effort: Effort | None) -> PlanMade:
@@ -102,13 +102,13 @@ class RunPlanner:
     def _searched(self, model: ModelSpec, request: PlanRequest) -> PlanMade:
         if request not in self._searches:
             try:
-                found, plan = search_timed(model, self._hardware, request)
+                result, plan = search_timed(model, self._hardware, request)
             except PlanError:
                 if not self._or_least:
                     raise
-                found, plan = self._least(model, request)
+                result, plan = self._least(model, request)
                 plan = replace(plan, cpu_budget=request.cpu_budget)
-            self._searches[request] = PlanMade(request=request, plan=plan, search=found)
+            self._searches[request] = PlanMade(request=request, plan=plan, search=result)
         return self._searches[request]
 
     def _least(self, model: ModelSpec, request: PlanRequest) -> tuple[SearchResult, Plan]:

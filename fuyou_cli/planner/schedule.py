@@ -149,9 +149,9 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -> list[tuple[Pass, int, int | None]]:
     """Lists (phase, stage, owner of the weights) for a sweep. Backward ends at the lowest stage that learns something. A stage
     that does not need its weights there has them only if its update follows at once. Other ranks visit their stages."""
-    here = [stage for stage in model.stages if not stage.away]
-    body = [stage for stage in here if stage.kind != "head"]
-    heads = [stage.index for stage in here if stage.kind == "head"]
+    own_stages = [stage for stage in model.stages if not stage.away]
+    body = [stage for stage in own_stages if stage.kind != "head"]
+    heads = [stage.index for stage in own_stages if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
     if model.head_is_cut:
         order += [("logits", head, model.owner(head)) for head in heads]

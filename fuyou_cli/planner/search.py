@@ -82,8 +82,8 @@ class SearchResult:
 
 def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
     """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
-    found = search(model, hardware, request)
-    return found, timed(found.best, model, hardware, request, costs=found.costs)
+    result = search(model, hardware, request)
+    return result, timed(result.best, model, hardware, request, costs=result.costs)
 
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -92,11 +92,11 @@ def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -
 
 
 def timed(
-    found: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, costs: Costs | None = None
+    chosen_plan: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, costs: Costs | None = None
 ) -> Plan:
     """Returns the plan with simulated times, and with the commit interval that follows from them. `costs`: of the search."""
     chosen = request.commit_every == "auto"
-    return timed_plan(model, hardware, found.plan, chosen=chosen, step=found.timeline, costs=costs)
+    return timed_plan(model, hardware, chosen_plan.plan, chosen=chosen, step=chosen_plan.timeline, costs=costs)
 
 
 def search(
@@ -110,8 +110,8 @@ def search(
     # error.
     for with_room in (True, False):
         with uncollected():
-            if (found := _Search(model, hardware, request, knobs, with_room).run()) is not None:
-                return found
+            if (result := _Search(model, hardware, request, knobs, with_room).run()) is not None:
+                return result
     raise too_small(model, hardware, request)
 
 
@@ -151,14 +151,14 @@ class _Search:
         if measures:
             self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
             best = self._measuring_first(best)
-        fastest = min((best, *self._simulated.values()), key=lambda one: one.seconds)
+        fastest = min((best, *self._simulated.values()), key=lambda alternative: alternative.seconds)
         if self._is_better(fastest, best):  # each move was worth it, but not all of them together
             best = fastest
         if any(stage.kept for stage in best.plan.stages):
             best = self._without_little(best)
         fastest = best if self.request.wear == "ignore" else fastest
         return SearchResult(
-            best=best, fastest=fastest, others=tuple(one for one in self._simulated.values() if one is not best),
+            best=best, fastest=fastest, others=tuple(other for other in self._simulated.values() if other is not best),
             placed=self.placed, visits=self.visits, costs=self._placing(best.candidate).costs,
         )  # fmt: skip
 
@@ -206,9 +206,9 @@ class _Search:
             pipelines = [pair for pair in pipelines[: max(own, 2)] if pair[1] > 1][-1:]
         starts = [first, *(_with_pipeline(first, pair) for pair in pipelines)]
         orders = product(starts, knobs.states, self.free_pages)
-        start = [replace(one, states=states, free_pages=free) for one, states, free in orders]
-        found = self._descend_from([start], rival=best)
-        return found if found is not None and self._is_better(found, best) else best
+        start = [replace(candidate, states=states, free_pages=free) for candidate, states, free in orders]
+        rival = self._descend_from([start], rival=best)
+        return rival if rival is not None and self._is_better(rival, best) else best
 
     def _without_little(self, best: Alternative) -> Alternative:
         """Returns the plan without kept outputs where they save a processor little. What they cost beside copies is in no rate:
@@ -244,7 +244,7 @@ class _Search:
     def _two_knobs(self) -> None:
         knobs, is_large = self.knobs, len(self.model.stages) > _LARGE
         pipelines = self._pipelines(1 if is_large else 2)
-        self._try([replace(one, states=states) for one in pipelines for states in knobs.states])
+        self._try([replace(candidate, states=states) for candidate in pipelines for states in knobs.states])
         self._try(self._with(sweeps=self._near_sweeps(), states=knobs.states))
         if not is_large:
             self._try(self._with(activations=knobs.activations, swap=knobs.swap))
@@ -252,7 +252,7 @@ class _Search:
             self._try(self._with(activations=knobs.activations, there=knobs.there))
             self._try(self._with(free_pages=self.free_pages, activations=knobs.activations))
             swaps = product(self._pipelines(2), knobs.swap, self.free_pages)
-            self._try([replace(one, swap=swap, free_pages=free) for one, swap, free in swaps])
+            self._try([replace(candidate, swap=swap, free_pages=free) for candidate, swap, free in swaps])
 
         if len(every := list(knobs)) * len(self.model.stages) <= _FEW:
             assert self.current is not None
@@ -260,8 +260,11 @@ class _Search:
             # Of few stages each is much of the memory: no estimate says what waits for a slot then, so all are simulated.
             is_small = len(self.model.stages) <= _SMALL
             counts = self.sweeps if is_small else dict.fromkeys((start.sweeps, *self._near_sweeps()))
-            rest = product(every, counts, self.free_pages)
-            ways = [replace(one, sweeps=count, free_pages=free, norm_first=start.norm_first) for one, count, free in rest]
+            choices = product(every, counts, self.free_pages)
+            ways = [
+                replace(candidate, sweeps=count, free_pages=free, norm_first=start.norm_first)
+                for candidate, count, free in choices
+            ]
             self._try(ways, tries=len(ways) if is_small else _TRIES * 4, far=inf if is_small else _FAR)
 
     def _with(self, **knobs: Iterable[Any]) -> list[Candidate]:
@@ -302,30 +305,30 @@ class _Search:
         self, candidates: Iterable[Candidate], *, tries: int = _TRIES, far: float = _FAR, rival: Alternative | None = None
     ) -> None:
         """Places these candidates, simulates the likeliest, and goes on from the best of them if it is better."""
-        found: dict[PlacedPlan, Candidate] = {}
+        candidate_of: dict[PlacedPlan, Candidate] = {}
         for candidate in candidates:
             placed = self._place(candidate)
-            if placed is not None and placed not in self._simulated and placed not in found and self._has_room(placed):
-                found[placed] = candidate
-        seconds = {placed: self._expected(placed, candidate) for placed, candidate in found.items()}
-        cost = {placed: self._cost(seconds[placed], placed.plan.predicted.written_per_step) for placed in found}
-        for placed in sorted(found, key=lambda placed: (cost[placed], found[placed]))[:tries]:
-            beside = self.current or rival
-            if beside is not None:
+            if placed is not None and placed not in self._simulated and placed not in candidate_of and self._has_room(placed):
+                candidate_of[placed] = candidate
+        seconds = {placed: self._expected(placed, candidate) for placed, candidate in candidate_of.items()}
+        cost = {placed: self._cost(seconds[placed], placed.plan.predicted.written_per_step) for placed in candidate_of}
+        for placed in sorted(candidate_of, key=lambda placed: (cost[placed], candidate_of[placed]))[:tries]:
+            current = self.current or rival
+            if current is not None:
                 written = placed.plan.predicted.written_per_step
-                at_least, best = self._costs((placed.bound, written), (beside.seconds, beside.written))
+                at_least, best = self._costs((placed.bound, written), (current.seconds, current.written))
                 likely = at_least / placed.bound * seconds[placed] if placed.bound else 0.0
                 if likely > far * best or at_least > best:
                     continue
-            tried = self._simulate(placed, found[placed])
+            tried = self._simulate(placed, candidate_of[placed])
             if tried is not None and (self.current is None or self._is_better(tried, self.current)):
                 self.current = tried
 
     # ---- comparing -------------------------------------------------------------------------------------------------------
 
-    def _is_better(self, one: Alternative, other: Alternative) -> bool:
+    def _is_better(self, first: Alternative, second: Alternative) -> bool:
         """Whether a plan is better than another by so much that it counts."""
-        costs = self._costs((one.seconds, one.written), (other.seconds, other.written))
+        costs = self._costs((first.seconds, first.written), (second.seconds, second.written))
         return costs[0] < costs[1] * (1 - GAIN)
 
     def _costs(self, one: tuple[float, int], other: tuple[float, int]) -> tuple[float, float]:
@@ -385,12 +388,12 @@ class _Search:
         self.visits += visits
         costs = self._placing(candidate).costs
         timeline = simulate(self.model, self.hardware, placed.plan, placed.schedule, costs=costs, jobs=False)
-        found = Alternative(candidate=candidate, plan=placed.plan, commits=placed.commits, timeline=timeline)
-        self._simulated[placed] = found
+        alternative = Alternative(candidate=candidate, plan=placed.plan, commits=placed.commits, timeline=timeline)
+        self._simulated[placed] = alternative
         if placed.estimate:
             pipeline = (candidate.lookahead, candidate.gradient_slots)
-            self._longer.setdefault(pipeline, []).append(found.seconds / placed.estimate)
-        return found
+            self._longer.setdefault(pipeline, []).append(alternative.seconds / placed.estimate)
+        return alternative
 
 
 def _with_pipeline(candidate: Candidate, pipeline: tuple[int, int]) -> Candidate:

@@ -69,7 +69,7 @@ class Timeline:
         for done in self.work:
             for name, _ in done.parts:
                 spans.setdefault(name, []).append((max(done.begin, self.begin), done.end))
-        return {name: _covered(found) for name, found in sorted(spans.items())}
+        return {name: _covered(intervals) for name, intervals in sorted(spans.items())}
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
@@ -122,9 +122,9 @@ def simulate(
         _step(run, number, len(schedule.visits))
     before = Before(run)
     forward = _step(run, steps, len(schedule.visits))
-    found = before.timeline(run, forward)
+    timeline = before.timeline(run, forward)
     run.let_go()
-    return found
+    return timeline
 
 
 def begun(
@@ -282,8 +282,12 @@ class SimulatedRun:
         self.updates += 1
         self.asked.append(StoreRequest(what="update", stage=record.stage))
         if plan.updated_on_device:  # compute submitted later runs after the update
-            there: JobParts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
-            return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
+            on_device: JobParts = (
+                ("compute", self.costs.device_update_seconds(plan)),
+                ("d2h", written),
+                ("ssd write", written),
+            )
+            return self.machine.submit(on_device, what="update", stage=record.stage, priority=_FIRST)
         parts: JobParts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
         return self.machine.submit(parts, what="update", stage=record.stage, priority=update_priority(plan))
 

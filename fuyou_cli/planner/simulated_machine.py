@@ -220,8 +220,8 @@ class VirtualMachine:
             job.speed = speed
             if speed:
                 for name, amount in job.parts:
-                    rest = left[name] - speed * amount
-                    left[name] = rest if rest > 0 else 0.0
+                    remaining = left[name] - speed * amount
+                    left[name] = remaining if remaining > 0 else 0.0
         return {name: rate - left[name] for name, rate in rates.items()}
 
     def _settle(
@@ -241,10 +241,10 @@ class VirtualMachine:
         for _ in range(_HALVINGS):
             rates[full] = alone[full] - (alone[full] - mixed[full]) * share
             used = self._serve(rates)
-            taken = used[slack] / mixed[slack]
-            if abs(taken - share) < _CLOSE:
+            used_share = used[slack] / mixed[slack]
+            if abs(used_share - share) < _CLOSE:
                 break
-            low, high = (share, high) if taken > share else (low, share)
+            low, high = (share, high) if used_share > share else (low, share)
             share = (low + high) / 2
         return used
 
@@ -253,11 +253,11 @@ class VirtualMachine:
         sharing = self.sharing
         if sharing.update_left <= 0:
             return
-        taken = (1 - sharing.compute_left) * used["update"] / (sharing.update_left * sharing.updates_at_once)
-        taken += sharing.io_cores * (used["ssd read"] + used["ssd write"])
+        lost = (1 - sharing.compute_left) * used["update"] / (sharing.update_left * sharing.updates_at_once)
+        lost += sharing.io_cores * (used["ssd read"] + used["ssd write"])
         for job in self.jobs:
             if job.parts[0][0] == "compute":
-                job.speed *= max(_LEAST_COMPUTE, 1.0 - taken)
+                job.speed *= max(_LEAST_COMPUTE, 1.0 - lost)
 
     def _share_memory(self, used: dict[Resource, float], shares: dict[Resource, float]) -> None:
         """Slows down all that moves bytes to what the host's memory gives. Threads that wait for it keep their cores."""

@@ -89,9 +89,10 @@ def stored_names(recipe: Recipe, model: ModelSpec, entries: Mapping[str, TensorE
     if recipe.adapter is None:
         return {}
     added = [t.name for stage in model.stages for t in stage.tensors if is_added(t.name)]
-    beside = {name: entries.get(f"{layer_of(name)}.weight") for name in added}
+    base_entries = {name: entries.get(f"{layer_of(name)}.weight") for name in added}
     return {
-        name: file_name(name) if entry is None else as_beside(file_name(name), entry.name) for name, entry in beside.items()
+        name: file_name(name) if entry is None else as_beside(file_name(name), entry.name)
+        for name, entry in base_entries.items()
     }
 
 
@@ -195,7 +196,7 @@ def read_start(section: AdapterSection) -> SavedAdapter:
     pairs: dict[str, tuple[Any, Any]] = {key: (was, getattr(section, key)) for key, was in saved.keys.items()}
     pairs["modules_to_save"] = (pairs["modules_to_save"][0], sorted(section.modules_to_save))
     if other := {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}:
-        unlike = "; ".join(f"adapter.{key} is {spelt(was)} there, {spelt(here)} here" for key, (was, here) in other.items())
+        unlike = "; ".join(f"adapter.{key} is {spelt(was)} there, {spelt(asked)} here" for key, (was, asked) in other.items())
         hint = _to_write({key: was for key, (was, _) in other.items()}, saved.folder)
         what = f"adapter.from: {saved.folder} is of another kind than the recipe's adapter: {unlike}"
         raise UsageError(what, hint=hint)
@@ -214,13 +215,13 @@ def with_keys(section: AdapterSection, there: Mapping[str, Any]) -> AdapterSecti
     have."""
     left_out = {key: value for key, value in there.items() if key not in {*section.model_fields_set, "from"}}
     try:
-        taken = type(section).model_validate(left_out)
+        saved_section = type(section).model_validate(left_out)
     except ValidationError as error:
         flaw = error.errors()[0]
-        told = f"{'.'.join(map(str, flaw['loc']))}: {flaw['msg']}"
+        reason = f"{'.'.join(map(str, flaw['loc']))}: {flaw['msg']}"
         hint = f"write adapter.{flaw['loc'][0]} in the recipe, or start from another adapter"
-        raise UsageError(f"adapter.from: {section.start}: {shown(told)[1:-1]}", hint=hint) from None
-    return section.model_copy(update={key: getattr(taken, key) for key in left_out})
+        raise UsageError(f"adapter.from: {section.start}: {shown(reason)[1:-1]}", hint=hint) from None
+    return section.model_copy(update={key: getattr(saved_section, key) for key in left_out})
 
 
 def _saved_adapter(section: AdapterSection) -> SavedAdapter:
@@ -228,7 +229,7 @@ def _saved_adapter(section: AdapterSection) -> SavedAdapter:
     not there, and for keys that fuyou does not train."""
     assert section.start is not None
     asked = expanded(section.start, key="adapter.from")
-    folder = next((one for one in (asked, asked / "adapter") if (one / ADAPTER_CONFIG_NAME).is_file()), None)
+    folder = next((candidate for candidate in (asked, asked / "adapter") if (candidate / ADAPTER_CONFIG_NAME).is_file()), None)
     if folder is None:
         raise UsageError(f"adapter.from: there is no {ADAPTER_CONFIG_NAME} in {asked}", hint=_HINT)
     if not (folder / ADAPTER_NAME).is_file():
@@ -276,7 +277,7 @@ def tensors_of(start: SavedAdapter, model: PreTrainedModel) -> dict[str, TensorE
     from ..engine.experts import named_parts
 
     weights = inside(start.folder, ADAPTER_NAME)
-    found = {neutral(key): entry for key, entry in parse_file(weights).entries.items()}
+    stored = {neutral(key): entry for key, entry in parse_file(weights).entries.items()}
     parts = named_parts(model)
     trained = {
         neutral(file_name(part)): (part, shape)
@@ -285,14 +286,14 @@ def tensors_of(start: SavedAdapter, model: PreTrainedModel) -> dict[str, TensorE
         for part, shape, *_ in parts.get(name) or ((name, tuple(p.shape)),)
     }
     targets = _to_write(start.targets, start.folder) if start.targets.get("target_modules") else ""
-    if missing := [name for name in trained if name not in found]:
+    if missing := [name for name in trained if name not in stored]:
         what = f"adapter.from: {weights} lacks {name_list(missing)}, which the recipe trains"
         raise UsageError(what, hint=targets or "leave these layers out of adapter.target_modules")
-    if extra := [name for name in found if name not in trained]:
+    if extra := [name for name in stored if name not in trained]:
         what = f"adapter.from: {weights} has {name_list(extra)}, which the recipe does not train"
         raise UsageError(what, hint=targets or "name these layers in adapter.target_modules")
     for name, (_, shape) in trained.items():
-        if found[name].shape != shape:
-            what = f"adapter.from: {weights}: {shown(name)} is {found[name].shape}, but {shape} for the recipe's model"
+        if stored[name].shape != shape:
+            what = f"adapter.from: {weights}: {shown(name)} is {stored[name].shape}, but {shape} for the recipe's model"
             raise UsageError(what, hint="name the model that it was trained on (model.name_or_path)")
-    return {model_name: found[name] for name, (model_name, _) in trained.items()}
+    return {model_name: stored[name] for name, (model_name, _) in trained.items()}

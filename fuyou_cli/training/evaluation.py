@@ -99,24 +99,24 @@ class Evaluations:
             return
         last, first = self._standing.evaluated, next(iter(self._sets.values()), None)
         if last is not None and first is not None and last.set_digest not in ("", first.summary.digest):
-            told = self._change_set(last, first.summary.digest)
+            change = self._change_set(last, first.summary.digest)
             if self._best is not None or self._stopping is not None:
-                say(f"note: the losses so far are of other rows ({shown(last.set_name)}): {told}")
+                say(f"note: the losses so far are of other rows ({shown(last.set_name)}): {change}")
         if self._best is not None and self._best.is_foreign:
             say(f"note: {self._best.folder} is not of this run, until this run keeps its best weights there")
 
     def _change_set(self, last: Evaluated, digest: str) -> str:
-        """Goes on from the losses of these rows, if they were evaluated before. The best weights do so only if they are still
+        """Goes on from the losses of these rows, if they were result before. The best weights do so only if they are still
         there. Says where both begin."""
-        known = {one.set_digest: one for one in (*self._standing.evaluated_before, last)}
-        found = known.pop(digest, None)
-        self._standing.evaluated, self._standing.evaluated_before = found, tuple(known.values())[-MOST_SETS:]
-        if found is None:
+        known = {result.set_digest: result for result in (*self._standing.evaluated_before, last)}
+        standing = known.pop(digest, None)
+        self._standing.evaluated, self._standing.evaluated_before = standing, tuple(known.values())[-MOST_SETS:]
+        if standing is None:
             return "early stopping and the best weights start over"
-        goes_on = f"early stopping goes on from these rows' loss after step {found.step}"
-        if self._best is None or found.best_step in (0, self._best.step):
+        goes_on = f"early stopping goes on from these rows' loss after step {standing.step}"
+        if self._best is None or standing.best_step in (0, self._best.step):
             return f"{goes_on}, the best weights too"
-        self._standing.evaluated = replace(found, best=None, bar=found.best if found.bar is None else found.bar)
+        self._standing.evaluated = replace(standing, best=None, bar=standing.best if standing.bar is None else standing.bar)
         return f"{goes_on}, the best weights start over"
 
     @property
@@ -167,16 +167,16 @@ class Evaluations:
                 for name, rows in self._sets.items()
             ]
         least = self._stopping.min_delta if self._stopping is not None else 0.0
-        found = after(self._standing.evaluated, step, reports[0].loss, least)
-        self._result = replace(found, set_name=names[0], set_digest=self._sets[names[0]].summary.digest)
+        result = after(self._standing.evaluated, step, reports[0].loss, least)
+        self._result = replace(result, set_name=names[0], set_digest=self._sets[names[0]].summary.digest)
         return reports
 
     def _keep(self, step: int) -> list[BestReport]:
         """Keeps the weights if their loss is the lowest so far, but for those that the run started with."""
-        found = self._result
-        assert found is not None and self._best is not None
-        is_best = found.best is not None and found.best_step == step > 0
-        return [self._best.write(step, found.best or 0.0)] if is_best else []
+        latest = self._result
+        assert latest is not None and self._best is not None
+        is_best = latest.best is not None and latest.best_step == step > 0
+        return [self._best.write(step, latest.best or 0.0)] if is_best else []
 
     def _is_over(self, step: int) -> list[AnyReport]:
         """Notes that the evaluation was done whole. Until then a stopped run does it again."""
@@ -219,13 +219,13 @@ def evaluated(
 def after(before: Evaluated | None, step: int, loss: float, least: float) -> Evaluated:
     """Returns what is known after one evaluation more. The best loss is the lowest. For early stopping a loss is better only if
     it is lower by more than `least` than the last better one."""
-    found = before or Evaluated(step=step, best=None, best_step=step, worse=0)
-    bar = found.best if found.bar is None else found.bar
-    if math.isfinite(loss) and (found.best is None or loss < found.best):
-        found = replace(found, best=loss, best_step=step)
+    latest = before or Evaluated(step=step, best=None, best_step=step, worse=0)
+    bar = latest.best if latest.bar is None else latest.bar
+    if math.isfinite(loss) and (latest.best is None or loss < latest.best):
+        latest = replace(latest, best=loss, best_step=step)
     if math.isfinite(loss) and (bar is None or loss < bar - least):
-        return replace(found, step=step, worse=0, bar=loss)
-    return replace(found, step=step, worse=found.worse + 1, bar=bar)
+        return replace(latest, step=step, worse=0, bar=loss)
+    return replace(latest, step=step, worse=latest.worse + 1, bar=bar)
 
 
 # ---- the best weights ------------------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ def kept_step(folder: Path, run: str | None = None) -> int | None:
     names = (ADAPTER_NAME, SINGLE_NAME)
     files = [folder / name for name in names if (folder / name).is_file()] or sorted(folder.glob("model-*.safetensors"))[:1]
     try:
-        said = parse_file(files[0]).metadata if files else {}
-        return int(said[STEP]) if run in (None, said.get(_RUN)) else None
+        metadata = parse_file(files[0]).metadata if files else {}
+        return int(metadata[STEP]) if run in (None, metadata.get(_RUN)) else None
     except (UsageError, LookupError, ValueError):
         return None
 
@@ -270,13 +270,13 @@ class PassingWeights:
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
         """Returns elements [first, first + count) of a tensor."""
-        found = torch.empty(count, dtype=TORCH_DTYPE[tensor.dtype])
+        values = torch.empty(count, dtype=TORCH_DTYPE[tensor.dtype])
         for stage, part in self._places[tensor.name]:
             begin, end = max(first, part.first), min(first + count, part.first + part.numel)
             if begin < end:
                 inside = self._weights(stage)[part.offset + begin - part.first : part.offset + end - part.first]
-                found[begin - first : end - first].copy_(inside)  # sync: from a device
-        return bytes_of(found)
+                values[begin - first : end - first].copy_(inside)  # sync: from a device
+        return bytes_of(values)
 
     def _weights(self, stage: int) -> torch.Tensor:
         """Lets stages pass until this one is there: to the end of this pass, and in one more."""

@@ -293,8 +293,8 @@ def stored_weights(
     with ExitStack() as stack:
         files: Literal["compared", "none"] = "none" if trained_only else "compared"
         stores = [
-            stack.enter_context(at_rest(one, arena_size=READ_ARENA, say=say, model_files=files))
-            for one in saved.shares or (saved,)
+            stack.enter_context(at_rest(share, arena_size=READ_ARENA, say=say, model_files=files))
+            for share in saved.shares or (saved,)
         ]
         own: OwnValues | None = None
         if not trained_only:
@@ -411,13 +411,13 @@ def with_untouched(
 def left_alone(untouched: Untouched, model_dir: Path) -> dict[str, TensorEntry]:
     """Finds the tensors in the checkpoint's folder, and checks that they are those of the run."""
     try:
-        there = open_checkpoint(model_dir).entries
+        stored = open_checkpoint(model_dir).entries
     except UsageError as error:
         raise UntouchedError(f"what was not trained is in the model's checkpoint: {error.message}") from error
-    found = {name: there[name] for name in untouched.names if name in there}
-    if len(found) < len(untouched.names) or weights_mark(found) != untouched.mark:
+    untouched_entries = {name: stored[name] for name in untouched.names if name in stored}
+    if len(untouched_entries) < len(untouched.names) or weights_mark(untouched_entries) != untouched.mark:
         raise UntouchedError(f"{model_dir}: does not hold the parts of the model that were not trained as they were")
-    return found
+    return untouched_entries
 
 
 class OwnValues:
@@ -457,16 +457,16 @@ def own_values(
     if not frozen or (saved.compute_dtype, dtype) != ("bfloat16", "float32"):
         yield None
         return
-    found, problem = {}, f"{model_dir} does not hold the model that the run began with"
+    stored, problem = {}, f"{model_dir} does not hold the model that the run began with"
     try:
-        found = open_checkpoint(model_dir).entries
+        stored = open_checkpoint(model_dir).entries
     except UsageError as error:
         problem = error.message
     own = (*FLOATS, *READ_ONLY)  # what is decoded has no values of its own
-    is_it = all(name in found and found[name].shape == shape and found[name].dtype in own for name, shape in frozen.items())
+    is_it = all(name in stored and stored[name].shape == shape and stored[name].dtype in own for name, shape in frozen.items())
     if not is_it and say is not None:
         say(f"note: {problem}. So what was not trained is written as it was computed with, rounded to {saved.compute_dtype}")
-    wider = {name: found[name] for name in frozen if found[name].dtype in {*FLOATS} - {saved.compute_dtype}} if is_it else {}
+    wider = {name: stored[name] for name in frozen if stored[name].dtype in {*FLOATS} - {saved.compute_dtype}} if is_it else {}
     with TensorReader() as reader:
         yield OwnValues(wider, reader) if wider else None
 
@@ -489,7 +489,7 @@ def write_adapter(
     path of its weights."""
     adapter = AdapterWeights(weights)
     left_out = _OF_THE_MODEL if names_code(companions, TOKENIZER_CONFIG_NAME) else (*_OF_THE_MODEL, CODE_PATTERN)
-    beside = {
+    files = {
         name: content
         for name, content in companion_files(companions, dtype=weights.dtype).items()
         if not matches(name, left_out)
@@ -501,7 +501,7 @@ def write_adapter(
         max_shard_size=1 << 62,  # peft reads one file
         single=ADAPTER_NAME,
         metadata=weights.metadata,
-        companions={**beside, ADAPTER_CONFIG_NAME: configuration},
+        companions={**files, ADAPTER_CONFIG_NAME: configuration},
         progress=progress,
         check=weights.check,
     )
@@ -590,10 +590,10 @@ class MergedWeights:
     def _piece(self, tensor: OutTensor, first: int, count: int) -> torch.Tensor:
         """Returns elements of a matrix. Raises SwapError if they are not what was read for the norms: the store's own sum is
         of what was read first."""
-        found = self._elements(tensor, first, count)
-        if self._settings.use_dora and self._seen.setdefault(first, (total := crc32(bytes_of(found)))) != total:
+        piece = self._elements(tensor, first, count)
+        if self._settings.use_dora and self._seen.setdefault(first, (total := crc32(bytes_of(piece)))) != total:
             raise _changed(tensor)
-        return found
+        return piece
 
     def _elements(self, tensor: OutTensor, first: int, count: int) -> torch.Tensor:
         content = self._agreed(replace(tensor, dtype=self._wide), first, count)

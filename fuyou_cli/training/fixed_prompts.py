@@ -75,18 +75,18 @@ def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, to
     given = [said(prompt) if asked.chat else written(prompt) for prompt in asked.prompts]
     places = [(f"{KEY}: prompt {number}", prompt) for number, prompt in enumerate(given, start=1)]
     ids = []
-    for number, found in enumerate(
+    for number, ids_of in enumerate(
         prompt_ids(places, tokenizer_dir, chat_template=text, pad_token=recipe.tokenizer.pad_token), start=1
     ):
-        if not 0 < len(found) <= most:
-            size = f"{len(found):,} tokens, and {asked.max_new_tokens:,} follow (eval.samples.max_new_tokens)"
+        if not 0 < len(ids_of) <= most:
+            size = f"{len(ids_of):,} tokens, and {asked.max_new_tokens:,} follow (eval.samples.max_new_tokens)"
             raise UsageError(
                 f"{KEY}: prompt {number} has {size}; rows have at most {recipe.dataset.max_seq_len:,} (dataset.max_seq_len)",
-                hint="shorten it, or lower max_new_tokens" if found else "the prompt has no token: write a longer one",
+                hint="shorten it, or lower max_new_tokens" if ids_of else "the prompt has no token: write a longer one",
             )
-        if max(found) >= rows:
-            raise UsageError(f"{KEY}: prompt {number} has the token {max(found):,}, but the model has {rows:,}")
-        ids.append(tuple(found))
+        if max(ids_of) >= rows:
+            raise UsageError(f"{KEY}: prompt {number} has the token {max(ids_of):,}, but the model has {rows:,}")
+        ids.append(tuple(ids_of))
     config = settings(model_dir, model, tokeniser, Sampling())
     config.update(max_new_tokens=asked.max_new_tokens, use_cache=False)
     return FixedPrompts(
@@ -114,12 +114,12 @@ class Continuations:
 
     def run(self, step: int) -> list[SampleReport]:
         """Continues every prompt after `step` steps. Raises what a callback of the executor raises."""
-        found: list[SampleReport] = []
+        samples: list[SampleReport] = []
         with self._forward.open():
             for rows in alike(self._model, list(map(len, self._prompts.ids)), new=self._prompts.new):
                 for first in range(0, len(rows), self._rows):
-                    found += self._group(rows[first : first + self._rows], step)
-        return sorted(found, key=lambda sample: sample.number)
+                    samples += self._group(rows[first : first + self._rows], step)
+        return sorted(samples, key=lambda sample: sample.number)
 
     def _group(self, group: Sequence[int], step: int) -> Iterator[SampleReport]:
         prompts, begin = self._prompts, time.monotonic()
@@ -127,26 +127,26 @@ class Continuations:
         longest = max(map(len, ids))
         grown = self._grown(ids, longest)
         seconds = time.monotonic() - begin
-        for number, one in zip(group, continued(grown, longest, prompts.config, prompts.tokeniser), strict=True):
+        for number, text in zip(group, continued(grown, longest, prompts.config, prompts.tokeniser), strict=True):
             yield SampleReport(
-                step=step, number=number + 1, prompt=prompts.texts[number], text=one.text, tokens=one.tokens, ended=one.ended,
-                seconds=seconds / len(group),
+                step=step, number=number + 1, prompt=prompts.texts[number], text=text.text, tokens=text.tokens,
+                ended=text.ended, seconds=seconds / len(group),
             )  # fmt: skip
 
     def _grown(self, ids: Sequence[tuple[int, ...]], longest: int) -> torch.Tensor:
         """Returns the prompts, padded on the left, with what follows them: (rows, tokens) int64, in host memory."""
         prompts = self._prompts
         pad, new = prompts.tokeniser.pad_id, prompts.new
-        padding = torch.tensor([longest - len(one) for one in ids])
-        given = torch.tensor([[pad] * (longest - len(one)) + list(one) for one in ids])
-        there = (torch.arange(longest) >= padding.unsqueeze(1)).long()
+        padding = torch.tensor([longest - len(prompt) for prompt in ids])
+        given = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in ids])
+        mask = (torch.arange(longest) >= padding.unsqueeze(1)).long()
         # A copy that shares every module: `generate` calls its forward, and the passes the model's own.
         called, embedding = copy.copy(self._model), self._model.get_input_embeddings()
         called.forward = self._step(padding.tolist(), longest + new)
         nowhere = torch.empty(0, embedding.embedding_dim)  # `generate` sends ids to where the first parameter rests
         with holding(embedding, nowhere, padding=None), naming_settings(called, prompts.model_dir):
             grown: torch.Tensor = called.generate(
-                input_ids=given, attention_mask=there, generation_config=prompts.config,
+                input_ids=given, attention_mask=mask, generation_config=prompts.config,
                 tokenizer=prompts.tokeniser.tokenizer,
             )  # fmt: skip
         if grown.shape[1] < longest + new:
@@ -198,27 +198,27 @@ def continued(grown: torch.Tensor, begin: int, config: GenerationConfig, tokenis
     """Reads what `generate` wrote from position `begin` on, up to each row's end token or stop string. `grown`: int64
     [rows, tokens]."""
     ends = config.eos_token_id
-    known, found = ends if isinstance(ends, list) else [] if ends is None else [ends], list[Continued]()
+    known, texts = ends if isinstance(ends, list) else [] if ends is None else [ends], list[Continued]()
     for row, stop in zip(grown[:, begin:].tolist(), _stops(grown, begin, config, tokeniser), strict=True):
         places = [place for place, token in enumerate(row) if token in known]
         at = min(places if stop is None else [*places, stop], default=None)
         kept = row if at is None else row[: at + 1]
         text = tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
-        found.append(Continued(text=text, tokens=len(kept), ended="length" if at is None else "end"))
-    return found
+        texts.append(Continued(text=text, tokens=len(kept), ended="length" if at is None else "end"))
+    return texts
 
 
 def _stops(grown: torch.Tensor, begin: int, config: GenerationConfig, tokeniser: Tokeniser) -> list[int | None]:
     """Finds where behind `begin` each row completes one of the stop strings, by the check that ended it: `generate` fills up
     a row that has ended, and does not say where."""
-    found: list[int | None] = [None] * len(grown)
+    places: list[int | None] = [None] * len(grown)
     if config.stop_strings is None:
-        return found
+        return places
     completes = StopStringCriteria(tokeniser.tokenizer, config.stop_strings)
     for place in range(grown.shape[1] - begin):
         for row, done in enumerate(completes(grown[:, : begin + place + 1], None).tolist()):
-            found[row] = place if done and found[row] is None else found[row]
-    return found
+            places[row] = place if done and places[row] is None else places[row]
+    return places
 
 
 def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, sampling: Sampling) -> GenerationConfig:
@@ -314,7 +314,7 @@ class _Named(LogitsProcessorList):  # type: ignore[misc]
         self._folder = folder
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        for one in self:
-            with refused_settings(self._folder, partial(str, type(one).__name__)):
-                scores = LogitsProcessorList([one])(input_ids, scores, **kwargs)
+        for processor in self:
+            with refused_settings(self._folder, partial(str, type(processor).__name__)):
+                scores = LogitsProcessorList([processor])(input_ids, scores, **kwargs)
         return scores

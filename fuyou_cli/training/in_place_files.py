@@ -46,7 +46,7 @@ def files_in_place(
         return _refused("the saved run has them in its store")
     try:
         places = places_of(recipe, known, model_dir)
-        found = InPlace(
+        in_place = InPlace(
             tensors=dict(zip(places.names, places.lying, strict=True)),
             sources=places.sources,
             alignment=GPU_ALIGNMENT if device == "cuda" else 1,
@@ -62,10 +62,10 @@ def files_in_place(
             )
         raise _changed(str(error), timed=not saved.knows_pieces) from error
     if saved is not None:
-        _check_same(saved, found.sources)
-    elif reason := _reason([Path(source.path) for source in found.sources], directories):
+        _check_same(saved, in_place.sources)
+    elif reason := _reason([Path(source.path) for source in in_place.sources], directories):
         return _refused(reason)
-    return found
+    return in_place
 
 
 def places_of(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
@@ -126,16 +126,16 @@ def lying_in(entries: Mapping[str, TensorEntry], begins: Mapping[Path, int]) -> 
 def _described(file: Path, entries: Mapping[str, TensorEntry]) -> SourceFile:
     """Describes a file. The digest is of what its header says of the model's tensors."""
     status = file.stat()
-    told = sorted({(e.name, e.dtype, e.shape, e.begin) for e in entries.values() if e.file == file})
-    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    tensors = sorted({(e.name, e.dtype, e.shape, e.begin) for e in entries.values() if e.file == file})
+    digest = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
     return SourceFile(path=str(file.absolute()), size=status.st_size, changed=status.st_mtime_ns, header=digest)
 
 
-def _check_same(saved: Manifest, found: Sequence[SourceFile]) -> None:
-    if len(saved.sources) != len(found):
-        what = f"the model had {len(saved.sources)} files of weights and has {len(found)}"
+def _check_same(saved: Manifest, files_now: Sequence[SourceFile]) -> None:
+    if len(saved.sources) != len(files_now):
+        what = f"the model had {len(saved.sources)} files of weights and has {len(files_now)}"
         raise _changed(what, timed=not saved.knows_pieces)
-    for was, now in zip(saved.sources, found, strict=True):
+    for was, now in zip(saved.sources, files_now, strict=True):
         may_compare = saved.knows_pieces and now.changed >= 0
         for what in ("size", "header") if may_compare else ("size", "header", "changed"):
             if getattr(was, what) != getattr(now, what):

@@ -98,7 +98,7 @@ class KnownModel:
         """Says why a block with experts stays whole."""
         from ..engine.cutting import obstacles
 
-        name, reason = next((one for one in obstacles(self.build().anatomy).items() if one[1]), ("", ""))
+        name, reason = next((obstacle for obstacle in obstacles(self.build().anatomy).items() if obstacle[1]), ("", ""))
         return f"{name} cannot be computed in ranges of its experts: {reason}"
 
     def specified(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
@@ -111,14 +111,14 @@ class KnownModel:
         from ..engine.compiled import as_compiled
         from ..engine.describe import specified
 
-        found = specified(
+        traced = specified(
             replace(self.build(), anatomy=self.stages(numerics, files)),
             dtype=numerics.compute_dtype,
             micro_batch_size=numerics.micro_batch_size,
             max_seq_len=numerics.max_seq_len,
             head_chunk_tokens=numerics.head_chunk_tokens,
         )
-        return as_compiled(found) if compiled else found
+        return as_compiled(traced) if compiled else traced
 
     def stages(self, numerics: Numerics, files: InPlace | None) -> Anatomy:
         """Returns the stages with vocabulary and experts cut, and with frozen weights as they lie in the model's `files`."""
@@ -161,7 +161,7 @@ def _shared(model: ModelSpec) -> ModelSpec:
     seen: dict[tuple[OperatorSpec, ...], tuple[OperatorSpec, ...]] = {}
 
     def of(stage: StageSpec) -> StageSpec:
-        operators, unneeded = (seen.setdefault(found, found) for found in (stage.operators, stage.unneeded))
+        operators, unneeded = (seen.setdefault(listed, listed) for listed in (stage.operators, stage.unneeded))
         return replace(stage, operators=operators, unneeded=unneeded)
 
     return replace(model, stages=tuple(map(of, model.stages)))
@@ -270,13 +270,13 @@ class Descriptions:
             return None
         path = self._path(kind, about)
         try:
-            found = read_description(kind, path)
+            description = read_description(kind, path)
         except UsageError:
             return None
-        if found is not None:
+        if description is not None:
             with suppress(OSError):
                 os.utime(path)  # used now
-        return found
+        return description
 
     def keep(self, value: Any, *about: object) -> None:
         """Keeps a value, if its folder can be written to."""
@@ -314,12 +314,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         plain = [_plain(item) for item in value]
         return _with_runs_of_experts(plain) if value and isinstance(value[0], TensorSpec) else plain
-    found = {}
+    keys = {}
     for name, default in _fields(type(value)):  # type: ignore[arg-type]  # mypy takes the class for an instance
-        one = getattr(value, name)
-        if one is None or one != default:
-            found[name] = _plain(one)
-    return found
+        field_value = getattr(value, name)
+        if field_value is None or field_value != default:
+            keys[name] = _plain(field_value)
+    return keys
 
 
 def _with_runs_of_experts(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -402,10 +402,10 @@ def _may_change() -> bool:
 
 
 def _is_worked_on(name: str) -> bool:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
+    module_spec = importlib.util.find_spec(name)
+    if module_spec is None or module_spec.origin is None:
         return name != "peft"  # which need not be there
-    return not any(Path(found.origin).parents[1].glob(f"{name}-*.dist-info"))
+    return not any(Path(module_spec.origin).parents[1].glob(f"{name}-*.dist-info"))
 
 
 def _own_code() -> str:

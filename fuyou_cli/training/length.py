@@ -62,8 +62,8 @@ def fed(
     if not recipe.dataset.streaming:
         with suppress(MissingDataError):  # of a set that is yet to be fetched
             if recipe.train.max_steps is not None and (size := size_of(recipe.dataset)) > LARGE:
-                beside = "dataset.streaming=true does it beside"
-                say(f"note: all of the data ({gb(size)}) is tokenised before the first step; {beside}")
+                advice = "dataset.streaming=true does it beside"
+                say(f"note: all of the data ({gb(size)}) is tokenised before the first step; {advice}")
         rows = tokenised_rows(recipe, tokenizer_dir, cache=cache, say=say)
         check(rows.summary)
         return rows, sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
@@ -81,15 +81,15 @@ def evaluation_rows(
 
     asked, cache = replace(_asked(recipe, tokenizer_dir), part=None), cache or cache_of(recipe)
     with naming_evaluation():
-        found = {
+        rows_of = {
             name: prepare(replace(asked, dataset=dataset), cache, say=say) for name, dataset in evaluation_sets(recipe).items()
         }
     if recipe.dataset.eval_fraction:
         entries = tuple(entry.model_copy(update={"weight": None}) for entry in recipe.dataset.train)
         dataset = recipe.dataset.model_copy(update={"train": entries, **_ALONE})
-        name = HELD_BACK if HELD_BACK not in found else "dataset.eval_fraction"
-        found[name] = prepare(replace(asked, dataset=dataset, part=_part(recipe, held=True)), cache, say=say)
-    return found
+        name = HELD_BACK if HELD_BACK not in rows_of else "dataset.eval_fraction"
+        rows_of[name] = prepare(replace(asked, dataset=dataset, part=_part(recipe, held=True)), cache, say=say)
+    return rows_of
 
 
 def _part(recipe: Recipe, *, held: bool) -> HeldPart | None:
@@ -253,11 +253,11 @@ def mixture_of(recipe: Recipe, sampler: Sampler | Stream, steps: int) -> str | N
     """Says what share of the rows each entry of a mixture gets, and how often its rows are seen, if that is known. Returns None
     without weights."""
     weights, seen = recipe.dataset.weights, sampler.entry_epochs(steps)
-    told = [
+    shares = [
         f"{entry.path} {weight / sum(weights):.3g} of the rows" + (f", seen {seen[number]:.3g} times" if seen else "")
         for number, (entry, weight) in enumerate(zip(recipe.dataset.train, weights, strict=False))
     ]
-    return "; ".join(told) if told else None
+    return "; ".join(shares) if shares else None
 
 
 def _asked(recipe: Recipe, tokenizer_dir: Path) -> RowsRequest:

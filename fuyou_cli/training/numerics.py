@@ -173,23 +173,23 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
         for key, was in (("state_dtype", saved.state_dtype), ("name", saved.rule))
         if was != getattr(recipe.optimizer, key)
     ]
-    balanced, balances = (one.router_aux_loss or "null" for one in (saved.numerics, asked))
+    balanced, balances = (change.router_aux_loss or "null" for change in (saved.numerics, asked))
     changed += [("train.router_aux_loss", balanced, balances)] if balanced != balances else []
     rested, rests = saved.quantisation or "none", recipe.model.quantisation or "none"
     changed += [("model.quantize", rested, rests)] if rested != rests else []
     if changed:
-        told = "; ".join(f"{key} was {was}, is {now_is}" for key, was, now_is in changed)
+        reason = "; ".join(f"{key} was {was}, is {now_is}" for key, was, now_is in changed)
         old = " ".join(f"{key}={was}" for key, was, _ in changed)
         old = old.replace("model.quantize=nf4_double", "model.quantize=nf4 model.double_quant=true")
         asked_now = settings_of(recipe, device=recipe.offload.device)
         others = refused_later(changed_keys(saved.settings, asked_now, step=saved.step), [key for key, _, _ in changed])
-        rates = [one for one in others if is_rate(one)]
-        kept = [one for one in others if one not in rates]
-        told += "; they decide the bits of every step" + (f"; and {in_words(others)}" if others else "")
+        rates = [change for change in others if is_rate(change)]
+        kept = [change for change in others if change not in rates]
+        reason += "; they decide the bits of every step" + (f"; and {in_words(others)}" if others else "")
         old += f" {put_back(kept)}" if kept else ""
-        old += f" (--accept-changes goes on with {' and '.join(one.key for one in rates)})" if rates else ""
+        old += f" (--accept-changes goes on with {' and '.join(change.key for change in rates)})" if rates else ""
         raise UsageError(
-            f"the saved run cannot be resumed, because its numerics changed: {told}",
+            f"the saved run cannot be resumed, because its numerics changed: {reason}",
             hint=f"put the old values back: {old}; or start over with checkpoint.resume=never",
         )
 
@@ -236,23 +236,25 @@ def fastest_size(
     between the best two, if they are close.
     """
     smaller, middle, larger = sizes_of(batch_size, length, usual=usual, most=most)
-    found: dict[int, float] = {}
+    seconds_of: dict[int, float] = {}
     if (seconds := planned(middle)) is not None:
-        found[middle] = seconds
-        _follow(larger, planned, found, seconds, patience=1)
+        seconds_of[middle] = seconds
+        _follow(larger, planned, seconds_of, seconds, patience=1)
     # Where compute and updates take about as long, they may wait for each other at one size, and not at the next smaller one.
-    _follow(smaller, planned, found, seconds, patience=2)
-    if not found:
+    _follow(smaller, planned, seconds_of, seconds, patience=2)
+    if not seconds_of:
         return min((middle, *smaller, *larger), key=needed)
-    best = sorted(found, key=lambda size: (found[size], size))[:2]
-    if middle in found and middle not in best and found[middle] * (1 - GAIN) <= found[best[0]]:
+    best = sorted(seconds_of, key=lambda size: (seconds_of[size], size))[:2]
+    if middle in seconds_of and middle not in best and seconds_of[middle] * (1 - GAIN) <= seconds_of[best[0]]:
         best[1] = middle
-    if len(best) == 2 and found[best[1]] <= _NEAR * found[best[0]]:
-        found = {size: seconds for size in best if (seconds := searched(size)) is not None} or found
-    return _fastest(found, middle)
+    if len(best) == 2 and seconds_of[best[1]] <= _NEAR * seconds_of[best[0]]:
+        seconds_of = {size: seconds for size in best if (seconds := searched(size)) is not None} or seconds_of
+    return _fastest(seconds_of, middle)
 
 
-def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], least: float | None, *, patience: int) -> None:
+def _follow(
+    sizes: Sequence[int], planned: Seconds, seconds_of: dict[int, float], least: float | None, *, patience: int
+) -> None:
     """Tries sizes until `patience` in a row are no faster than the best before or one does not fit, or, where none fits yet,
     until one does. `least`: seconds of the best."""
     in_vain = 0
@@ -262,18 +264,18 @@ def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], lea
             if least is not None:
                 return
             continue
-        found[size] = seconds
+        seconds_of[size] = seconds
         in_vain = in_vain + 1 if least is not None and seconds >= least * (1 - GAIN) else 0
         if in_vain == patience:
             return
         least = least if in_vain else seconds
 
 
-def _fastest(found: dict[int, float], usual: int) -> int:
+def _fastest(seconds_of: dict[int, float], usual: int) -> int:
     """Returns the fastest size."""
     best = usual
-    for size, seconds in sorted(found.items(), key=lambda item: (item[1], item[0])):
-        if best not in found or seconds < found[best] * (1 - GAIN):
+    for size, seconds in sorted(seconds_of.items(), key=lambda item: (item[1], item[0])):
+        if best not in seconds_of or seconds < seconds_of[best] * (1 - GAIN):
             best = size
     return best
 
@@ -356,9 +358,9 @@ def for_tensors(memory: int) -> int:
 
 def gpu_most(recipe: Recipe, hardware: HardwareProfile) -> int | None:
     """Returns the bytes of device memory that the process may use, without its context and the memory of other processes."""
-    asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
-    if hardware.device == "cpu" or (asked.is_auto and not there):
+    asked, total = recipe.offload.max_memory.gpu, hardware.device_memory
+    if hardware.device == "cpu" or (asked.is_auto and not total):
         return None
-    free = hardware.device_free or there  # nothing else uses a described device
-    limit = asked.resolve(total=there, auto=free)
-    return min(limit, free) if there else limit
+    free = hardware.device_free or total  # nothing else uses a described device
+    limit = asked.resolve(total=total, auto=free)
+    return min(limit, free) if total else limit

@@ -115,12 +115,12 @@ class PackedReader:
         if self._matrix[0] != matrix:
             inputs, rows = self._at.shape[-2:]
             blocks = inputs * rows // MXFP4_BLOCK
-            found = [
+            parts = [
                 np.frombuffer(self._whole(part, matrix * size, (matrix + 1) * size), np.uint8)
                 for part, size in ((self._at.codes, blocks * MXFP4_BLOCK // 2), (self._at.maxima, blocks))
             ]
             across = inputs // MXFP4_BLOCK
-            self._matrix = matrix, found[0].reshape(rows, across, MXFP4_BLOCK // 2), found[1].reshape(rows, across)
+            self._matrix = matrix, parts[0].reshape(rows, across, MXFP4_BLOCK // 2), parts[1].reshape(rows, across)
         return self._matrix[1:]
 
 

@@ -588,10 +588,10 @@ def _out_of_memory(error: RuntimeError, device: Device, plan: Plan, most: int | 
     used, free = 0, None
     with suppress(RuntimeError):  # the device's context may have failed
         used, free = device.memory(), device.free_memory()
-    said = (str(error).strip().splitlines() or ["no details"])[0].partition(". GPU ")[0].rstrip(".")
+    reason = (str(error).strip().splitlines() or ["no details"])[0].partition(". GPU ")[0].rstrip(".")
     allowed = f", {gib(most)} are allowed ({_KEY})" if most is not None else f" ({_KEY} sets no limit)"
     numbers = f"{gib(plan.predicted.gpu_peak)} are planned, {gib(used)} in use{allowed}"
-    return DeviceMemoryError(f"{where}: out of device memory: {said}; {numbers}", hint=_advice(plan, used, free, most))
+    return DeviceMemoryError(f"{where}: out of device memory: {reason}; {numbers}", hint=_advice(plan, used, free, most))
 
 
 def _advice(plan: Plan, used: int, free: int | None, most: int | None) -> str:

@@ -75,13 +75,13 @@ class DataPreview:
             **{name: value for name, value in asdict(self.summary).items() if name not in left_out},
             "formats": [{"path": path, "format": name} for path, name in self.summary.formats],
             "files": [
-                {"path": one.entry.path, "files": list(map(str, one.files)), "skipped": list(map(str, one.skipped))}
-                for one in self.sources
+                {"path": source.entry.path, "files": list(map(str, source.files)), "skipped": list(map(str, source.skipped))}
+                for source in self.sources
             ],
             "notes": [*self.summary.notes, *self.notes],
             "steps": self.steps,
             "padding": None if self.padding is None else asdict(self.padding),
-            "eval": {name: {key: getattr(one, key) for key in of_a_set} for name, one in self.sets.items()},
+            "eval": {name: {key: getattr(source, key) for key in of_a_set} for name, source in self.sets.items()},
             "shown": [row.as_data() for row in self.shown],
         }
 
@@ -99,9 +99,11 @@ def preview(recipe: Recipe, number: int, *, whole: bool, say: Say, progress: Pro
         return DataPreview(
             recipe=recipe,
             summary=rows.summary,
-            sets={name: found.summary for name, found in sets.items()},
+            sets={name: rows.summary for name, rows in sets.items()},
             steps=steps,
-            sources=[source for one in (recipe.dataset, *evaluation_sets(recipe).values()) for source in find_sources(one)],
+            sources=[
+                source for section in (recipe.dataset, *evaluation_sets(recipe).values()) for source in find_sources(section)
+            ],
             notes=[*([seen_often] if seen_often else []), *_cuts(recipe)],
             mixture=mixture_of(recipe, sampler, steps),
             padding=_padding(recipe, Epoch.of(rows)),
@@ -128,9 +130,9 @@ def _folder(recipe: Recipe, say: Say) -> Iterator[Path]:
 def _cuts(recipe: Recipe) -> Iterator[str]:
     """Says where .txt files are cut, and that sets to evaluate are not packed."""
     sets, packing = list(evaluation_sets(recipe).values()), recipe.dataset.packing
-    named = [(find_sources(one), is_read_whole(one)) for one in (recipe.dataset, *sets)]
+    named = [(find_sources(section), is_read_whole(section)) for section in (recipe.dataset, *sets)]
     for whole, what in ((True, "is one document"), (False, "is cut at blank lines: each paragraph is a sample")):
-        sources = [source for found, is_whole in named for source in found if is_whole is whole and source.has_paragraphs]
+        sources = [source for files, is_whole in named for source in files if is_whole is whole and source.has_paragraphs]
         for path in dict.fromkeys(source.entry.path for source in sources):
             yield f"{path} {what}"
     if packing and (sets or recipe.dataset.eval_fraction):

@@ -55,17 +55,17 @@ def as_stored(recipe: Recipe, model_dir: Path, *, say: Callable[[str], None]) ->
         end = ", and what is exported is too" if all_trained else ""
         say(f"model: its weights are quantised ({stored.kind}): they are decoded to {dtype} while they are imported{end}")
         return recipe
-    there = {"quantize": stored.kind.removesuffix("_double"), "double_quant": stored.kind == "nf4_double"}
-    said = {key: getattr(recipe.model, key) for key in recipe.model.model_fields_set & there.keys()}
-    wrong = next((key for key in sorted(said, reverse=True) if said[key] != there[key]), None)
+    stored_values = {"quantize": stored.kind.removesuffix("_double"), "double_quant": stored.kind == "nf4_double"}
+    asked_values = {key: getattr(recipe.model, key) for key in recipe.model.model_fields_set & stored_values.keys()}
+    wrong = next((key for key in sorted(asked_values, reverse=True) if asked_values[key] != stored_values[key]), None)
     if wrong is not None:
-        asked = str(said[wrong]).lower()
+        asked = str(asked_values[wrong]).lower()
         raise UsageError(
             f"model.{wrong} is {asked}, but the checkpoint is quantised already: {model_dir / CONFIG_NAME} says "
             f"`{_KEYS[stored.kind]}`",
             hint="leave model.quantize and model.double_quant out, or name the model that was quantised",
         )
-    changed = recipe.model_copy(update={"model": recipe.model.model_copy(update=there)})
+    changed = recipe.model_copy(update={"model": recipe.model.model_copy(update=stored_values)})
     for finding in broken_rules(changed):
         raise UsageError(f"{model_dir / CONFIG_NAME} says that the weights are quantised: {finding.message}", hint=finding.help)
     say(f"model: its weights are quantised already (`{_KEYS[stored.kind]}`): their bytes are used as they are")

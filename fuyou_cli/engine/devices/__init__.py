@@ -60,14 +60,14 @@ def naming_operators() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error)
-        if _NO_KERNEL in said:
-            operator = said.partition(_NO_KERNEL)[0].strip()
+        message = str(error)
+        if _NO_KERNEL in message:
+            operator = message.partition(_NO_KERNEL)[0].strip()
             raise UsageError(
                 f"train.deterministic: {operator} has no deterministic kernel here",
                 hint="set train.deterministic=false: the last bits may then differ between two runs of the same recipe",
             ) from error
-        if _NO_WORKSPACE in said:
+        if _NO_WORKSPACE in message:
             raise UsageError(
                 "train.deterministic: matrix products are not repeatable with the workspace that the environment sets",
                 hint=f"unset {_NO_WORKSPACE}, or set it to :4096:8",

@@ -297,12 +297,12 @@ class CudaDevice(Device):
         self._zero_at = time.monotonic()
 
     def copies(self) -> list[Copy]:
-        found = []
+        copies = []
         for up, begin, end, size in self._copies.take_ended():
             first, last = (self._zero_at + event.seconds_after(self._zero) for event in (begin, end))
-            found.append(Copy(up=up, begin=first, end=last, bytes=size))
+            copies.append(Copy(up=up, begin=first, end=last, bytes=size))
         self._set_clock()
-        return found
+        return copies
 
     def pin(self, host: torch.Tensor) -> int:
         refused = self._host.pin(host)

@@ -164,14 +164,14 @@ def square_kernel(dtype: torch.dtype, lanes: torch.Tensor) -> Square | None:
     submitted so far. Returns None if there is no compiler for it. Warns if one fails, or if what it sums is not what tensor
     operations sum in `lanes` (float64); these do it then."""
     try:
-        made = make_kernel(lanes.device, "squares", SQUARES, square_definitions(narrow=dtype == torch.bfloat16))
-        if made is None:
+        kernel = make_kernel(lanes.device, "squares", SQUARES, square_definitions(narrow=dtype == torch.bfloat16))
+        if kernel is None:
             return None
 
         def launch(values: torch.Tensor, few: torch.Tensor, width: int) -> None:
             assert values.dtype == dtype and few.dtype == torch.float64 and few.is_contiguous() and len(few) == FEW < width
             given = (values.data_ptr(), few.data_ptr(), values.numel(), width)
-            made.launch(given, _SQUARE_TYPES, blocks=FEW // _COLUMNS, threads=(_COLUMNS, _ROWS))
+            kernel.launch(given, _SQUARE_TYPES, blocks=FEW // _COLUMNS, threads=(_COLUMNS, _ROWS))
 
         if agrees(launch, dtype, lanes):
             return launch
@@ -187,8 +187,8 @@ def agrees(kernel: Square, dtype: torch.dtype, lanes: torch.Tensor) -> bool:
     as a run ever has, values are left for another pass."""
     count = len(lanes) if len(lanes) < SQUARE_LANES else 2 * SQUARE_LANES + 77
     values = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(lanes.device, dtype)
-    one, other = (squares_in_lanes(values, [(0, count)], lanes, kernel=some) for some in (None, kernel))
-    return torch.equal(one, other)
+    by_torch, by_kernel = (squares_in_lanes(values, [(0, count)], lanes, kernel=some) for some in (None, kernel))
+    return torch.equal(by_torch, by_kernel)
 
 
 def square_definitions(*, narrow: bool, few: int = FEW, most: int = SQUARE_LANES) -> list[str]:
@@ -283,11 +283,11 @@ def adamw_kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients
     The function takes weights, remainder (None with float32 weights), momentum, variance, gradients and the largest bits of a
     master so far (0-D int32), all on the device, and the `Rounded` scalars. It runs after the compute submitted so far."""
     try:
-        made = make_kernel(device, "adamw", ADAMW, adamw_definitions(narrow_weights, narrow_gradients))
+        kernel = make_kernel(device, "adamw", ADAMW, adamw_definitions(narrow_weights, narrow_gradients))
     except RuntimeError as error:
         warnings.warn(f"tensor operations update what rests on the GPU, several times slower: {error}", stacklevel=2)
         return None
-    if made is None:
+    if kernel is None:
         return None
 
     def launch(
@@ -297,7 +297,7 @@ def adamw_kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients
         tensors = (weights, remainder, momentum, variance, gradients, worst)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         values = (*addresses, weights.numel(), *astuple(rounded))
-        made.launch(values, _ADAMW_TYPES, blocks=min(MOST_BLOCKS, -(-weights.numel() // THREADS)), threads=(THREADS, 1))
+        kernel.launch(values, _ADAMW_TYPES, blocks=min(MOST_BLOCKS, -(-weights.numel() // THREADS)), threads=(THREADS, 1))
 
     return launch
 

@@ -134,7 +134,7 @@ def not_as_named(manifest: Manifest, extent: StoredExtent, total: int) -> str:
 def files_now(saved: Manifest) -> tuple[SourceFile, ...]:
     """Returns the files as they are now. Raises UsageError for one that is gone or of another size, and for one with another
     time of change if its content cannot be compared."""
-    found = []
+    files = []
     for source, problem, now in _looked_at(saved):
         if problem:
             status_of(source.path)  # raises UnreadableError where its drive or a permission is in the way
@@ -143,8 +143,8 @@ def files_now(saved: Manifest) -> tuple[SourceFile, ...]:
                 f"frozen weights of this store are in the model's file {source.path}: {problem}",
                 hint=f"{how_to_put_back(source, timed=not saved.knows_pieces)}. An adapter alone can be exported without it",
             )
-        found.append(now or source)
-    return tuple(found)
+        files.append(now or source)
+    return tuple(files)
 
 
 def files_there(saved: Manifest) -> tuple[SourceFile, ...]:
@@ -182,8 +182,8 @@ def other_content(file: SourceFile) -> ModelFileError:
 
 def how_to_put_back(source: SourceFile, *, timed: bool) -> str:
     """Says how a file becomes what it was. `timed`: its time of change counts too, and a copy of it has another."""
-    seconds, rest = divmod(source.changed, 10**9)
-    touched = f", then `touch -d @{seconds}.{rest:09} {source.path}`" if timed else ""
+    seconds, nanoseconds = divmod(source.changed, 10**9)
+    touched = f", then `touch -d @{seconds}.{nanoseconds:09} {source.path}`" if timed else ""
     return f"put the file back as it was ({source.size:,} bytes){touched}"
 
 
@@ -213,8 +213,8 @@ class FileCheck:
 
 def to_check(saved: Manifest) -> int:
     """Returns the bytes that `checked_files` reads."""
-    there = {file.path for file in files_there(saved)}
-    return sum(extent.size for file, _, extents in _read_of(saved) if file.path in there for extent in extents)
+    present = {file.path for file in files_there(saved)}
+    return sum(extent.size for file, _, extents in _read_of(saved) if file.path in present for extent in extents)
 
 
 def checked_files(saved: Manifest, there: Sequence[SourceFile], sums: ExtentSums) -> Iterator[FileCheck]:
@@ -302,9 +302,9 @@ def find_saved_store(folder: Path) -> SavedStore | None:
 
 def saved_store(folder: Path) -> SavedStore:
     """Reads the newest manifest of a store. Raises UsageError if there is none."""
-    if (found := find_saved_store(folder)) is None:
+    if (store := find_saved_store(folder)) is None:
         raise UsageError(f"there is no store in {folder}")
-    return found
+    return store
 
 
 def whole_store(folder: Path) -> SavedStore:
@@ -314,17 +314,17 @@ def whole_store(folder: Path) -> SavedStore:
     if store.manifest.share is None:
         return store
     shares = [_share(store, rank) for rank in range(store.manifest.share.count)]
-    if (loading := next((one for one in shares if one.manifest.state != "committed"), None)) is not None:
+    if (loading := next((share for share in shares if share.manifest.state != "committed"), None)) is not None:
         return loading
-    least = min(one.manifest.commit for one in shares)
-    shares = [one if one.manifest.commit == least else _before(one, least) for one in shares]
-    if len({len(one.manifest.stages) for one in shares}) > 1:
+    least = min(share.manifest.commit for share in shares)
+    shares = [share if share.manifest.commit == least else _before(share, least) for share in shares]
+    if len({len(share.manifest.stages) for share in shares}) > 1:
         raise UsageError(
             f"{folder}: the stores of its ranks do not name the same stages", hint="put the folders of one run back"
         )
-    same_stages = zip(*(one.manifest.stages for one in shares), strict=True)
-    stages = tuple(next((one for one in same if one.params), same[0]) for same in same_stages)
-    written = sum(one.manifest.written_total for one in shares)
+    same_stages = zip(*(share.manifest.stages for share in shares), strict=True)
+    stages = tuple(next((share for share in same if share.params), same[0]) for same in same_stages)
+    written = sum(share.manifest.written_total for share in shares)
     joined = replace(shares[0].manifest, stages=stages, written_total=written)
     return replace(shares[0], manifest=joined, shares=tuple(shares))
 
@@ -336,15 +336,15 @@ def _share(store: SavedStore, rank: int) -> SavedStore:
     if rank == share.rank:
         return store
     folder = share.folders[rank] if rank < len(share.folders) else ""
-    found = find_saved_store(Path(folder)) if is_plain(folder) else None
-    other = None if found is None else found.manifest.share
-    if found is None or other is None or (found.manifest.run, other.rank, other.count) != (run, rank, share.count):
+    share_store = find_saved_store(Path(folder)) if is_plain(folder) else None
+    other = None if share_store is None else share_store.manifest.share
+    if share_store is None or other is None or (share_store.manifest.run, other.rank, other.count) != (run, rank, share.count):
         raise UsageError(
             f"{store.folder} holds the share of rank {share.rank} of {share.count}; that of rank {rank} is not in "
             f"{one_line(folder)}",
             hint="bring the folders of all ranks of the run to this box, each at the path that it had on its own",
         )
-    return found
+    return share_store
 
 
 def _before(store: SavedStore, commit: int) -> SavedStore:
@@ -366,11 +366,11 @@ def _are_shares(folders: Sequence[Path]) -> bool:
 def find_store(source: Path) -> SavedStore:
     """Reads the one store that `source` is or contains, or that a run with this output_dir has elsewhere; of a run of several
     ranks all that are there. Raises UsageError, or UnreadableError where that cannot be seen now."""
-    found = manifests.found_in(source, manifests.NAME, manifests.BEFORE)
-    if len(found) > 1 and not _are_shares(found):
-        raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
-    newest = rank_count(max(found, key=manifests.written_at)) if found else 0
-    folder = next((one for one in found if rank_count(one) == newest), None) or saved_of(source)
+    folders = manifests.found_in(source, manifests.NAME, manifests.BEFORE)
+    if len(folders) > 1 and not _are_shares(folders):
+        raise UsageError(f"{source} holds {len(folders)} stores", hint="name one: " + ", ".join(map(str, folders[:4])))
+    newest = rank_count(max(folders, key=manifests.written_at)) if folders else 0
+    folder = next((one for one in folders if rank_count(one) == newest), None) or saved_of(source)
     if folder is not None:
         return whole_store(folder)
     raise UsageError(
@@ -402,7 +402,7 @@ def at_rest(
     there; or none. Raises FuyouError while a run uses the store."""
     folder, manifest = saved.folder, saved.manifest
     if saved.shares:
-        names = ", ".join(str(one.folder) for one in saved.shares)
+        names = ", ".join(str(share.folder) for share in saved.shares)
         raise UsageError(f"the model is in the stores of {len(saved.shares)} ranks: {names}", hint="`fuyou export` joins them")
     refuse_copy(manifest, folder)
     refuse_in_use(manifest)

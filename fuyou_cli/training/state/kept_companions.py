@@ -79,8 +79,8 @@ def keep_companions(
     folder, files = store / COMPANIONS, _copies(model_dir, tokenizer_dir)
     if adapter is not None:
         files[ADAPTER_CONFIG_NAME] = adapter
-    found = read_json(inside(tokenizer_dir, _CONFIG)) if (tokenizer_dir / _CONFIG).is_file() else {}
-    settings: dict[str, Any] = dict(found)
+    saved = read_json(inside(tokenizer_dir, _CONFIG)) if (tokenizer_dir / _CONFIG).is_file() else {}
+    settings: dict[str, Any] = dict(saved)
     if tokenizer_dir != model_dir and (tokenizer_dir / "tokenizer.json").is_file():
         # without its own class it would be looked up by the model's type, which may not fit this tokenizer
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
@@ -91,7 +91,7 @@ def keep_companions(
         settings.pop("chat_template", None)
     if recipe.pad_token is not None and _is_added(tokenizer_dir, settings, recipe.pad_token):
         settings["pad_token"] = recipe.pad_token
-    if settings != found:
+    if settings != saved:
         files[_CONFIG] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
     try:
         _replace(folder, files)
@@ -144,16 +144,16 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
     """Makes `files` the folder's companions. Each is replaced in one step, config.json last: a folder that has it is
     complete."""
     folders = [folder, *{(folder / name).parent for name in files if "/" in name}]
-    for one in folders:
-        own_folder(one)
+    for each in folders:
+        own_folder(each)
     changed = (name for name in files if not _is_kept_already(folder / name, files[name]))
     names = sorted(changed, key=lambda name: (name == CONFIG_NAME, name))
     for name in names:
         write_own(folder / _unfinished(name), pieces(files[name]))
     for name in names:
         (folder / _unfinished(name)).replace(folder / name)
-    for one in folders:
-        sync_directory(one)
+    for each in folders:
+        sync_directory(each)
     for path in (*sorted(folder.iterdir()), *_templates(folder)):
         name = _name(path, folder)
         if name not in files and is_kept(name):  # no longer needed, or left by a run that was killed
@@ -161,8 +161,8 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
     if len(folders) == 1 and not (folder / TEMPLATE_FOLDER).is_symlink():
         with suppress(OSError):  # it is not there, or holds what is not ours
             (folder / TEMPLATE_FOLDER).rmdir()
-    for one in folders:
-        sync_directory(one)
+    for each in folders:
+        sync_directory(each)
 
 
 def _is_kept_already(path: Path, content: bytes | Path) -> bool:

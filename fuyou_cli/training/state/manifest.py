@@ -304,21 +304,21 @@ def found_in(directory: Path, *names: str) -> list[Path]:
         return []
     except OSError as error:
         raise unreadable(directory, error) from None
-    found, hidden = [], None
+    folders, hidden = [], None
     for folder in inside:  # of somebody else's folders beside a store nothing need be known
         try:
-            found += [folder] if any(status_of(folder / name) is not None for name in names) else []
+            folders += [folder] if any(status_of(folder / name) is not None for name in names) else []
         except UnreadableError as error:
             hidden = error
-    if not found and hidden is not None:
+    if not folders and hidden is not None:
         raise hidden
-    return found
+    return folders
 
 
 def written_at(directory: Path) -> float:
     """Returns when a manifest was written there last, in seconds since 1970; 0 if there is none."""
-    found = (status_of(directory / name) for name in (NAME, BEFORE))
-    return max((status.st_mtime for status in found if status is not None), default=0.0)
+    statuses = (status_of(directory / name) for name in (NAME, BEFORE))
+    return max((status.st_mtime for status in statuses if status is not None), default=0.0)
 
 
 def newest(directory: Path) -> tuple[Manifest | None, str]:
@@ -329,14 +329,14 @@ def newest(directory: Path) -> tuple[Manifest | None, str]:
     first: DamagedManifest | None = None
     for name in (NAME, BEFORE):
         try:
-            if (found := read(directory, name)) is None:
+            if (manifest := read(directory, name)) is None:
                 continue
         except DamagedManifest as error:
             first = first or error
             continue
         if name == NAME:
-            return found, ""
-        return found, f"{directory / NAME} is gone" if first is None else first.message
+            return manifest, ""
+        return manifest, f"{directory / NAME} is gone" if first is None else first.message
     if first is not None:
         raise first
     return None, ""

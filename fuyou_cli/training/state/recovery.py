@@ -133,7 +133,7 @@ def agreed_commit(offers: Sequence[Offer]) -> int | None:
     least = min(offer.commit for offer in saved if offer.commit is not None)
     for offer in saved:
         if least not in (offer.commit, offer.before):
-            last = next(one for one in saved if one.commit == least)
+            last = next(offer for offer in saved if offer.commit == least)
             raise UsageError(
                 f"{offer.place} holds the state after step {offer.step} and not the one before it that {last.place} holds, "
                 f"after step {last.step}",
@@ -150,7 +150,7 @@ def saved_by_all(peers: Peers | None, saved: SavedStore | None, folder: Path) ->
         source = brought_from([offer_of(manifest, folder, rank=0, host="")])
         return saved if source is None else _moving(source)
     mine = offer_of(manifest, folder, rank=peers.rank, host=peers.hosts[peers.rank])
-    offers = [from_json(Offer, told) for told in peers.all_gather("saved state", asdict(mine))]
+    offers = [from_json(Offer, content) for content in peers.all_gather("saved state", asdict(mine))]
     if (source := brought_from(offers)) is not None:
         return _moving_to_all(peers, source)
     commit = agreed_commit(offers)

@@ -156,27 +156,27 @@ def find_saved(resume: str, directories: Sequence[Path], *, count: int = 1, say:
         raise UsageError(what, hint="use auto: each rank finds its folder in offload.dir")
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
     saved = find_saved_store(source)
-    found = None if saved is None else saved.manifest
-    if found is None:
+    manifest = None if saved is None else saved.manifest
+    if manifest is None:
         check_mounted(directories if resume == "auto" else [source])
-    if resume != "auto" and (found is None or found.state == "loading"):
-        what = "there is no saved run" if found is None else "nothing is saved yet"
+    if resume != "auto" and (manifest is None or manifest.state == "loading"):
+        what = "there is no saved run" if manifest is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
-    if saved is None or found is None:
+    if saved is None or manifest is None:
         _check_free(directories, being_filled=())
         _check_moved(source.parent)
         return None
-    if found.state == "loading":
-        refuse_in_use(found)
-        _check_free(directories, being_filled=found.files)
+    if manifest.state == "loading":
+        refuse_in_use(manifest)
+        _check_free(directories, being_filled=manifest.files)
         return None
-    if (was := _count_of(found)) != count:
+    if (was := _count_of(manifest)) != count:
         raise of_another_count(was, folder=str(source), now=count)
-    refuse_copy(found, source)
-    refuse_in_use(found)
+    refuse_copy(manifest, source)
+    refuse_in_use(manifest)
     if saved.problem:
-        say(f"note: {saved.problem}; continuing from the state after step {found.step}")
-    _check_parts(found)
+        say(f"note: {saved.problem}; continuing from the state after step {manifest.step}")
+    _check_parts(manifest)
     return saved
 
 
@@ -461,9 +461,9 @@ def changed_keys(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
 def _apart(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the keys of each section of a list as keys of their own: dataset.train[0].path."""
     for key, value in settings.items():
-        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
-            for number, one in enumerate(value):
-                yield from _apart({f"{key}[{number}].{name}": inner for name, inner in one.items()})
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for number, item in enumerate(value):
+                yield from _apart({f"{key}[{number}].{name}": inner for name, inner in item.items()})
         else:
             yield key, value
 

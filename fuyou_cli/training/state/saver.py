@@ -325,31 +325,31 @@ class Saver:
         self.residency.commits.base = given.step
         restore_generators(given.random, self.device.torch_device)
 
-    def _as_all_have(self, found: Manifest) -> Manifest:
+    def _as_all_have(self, newest: Manifest) -> Manifest:
         """Returns the newest commit that is whole on every rank; `found` is on this one."""
         if self._peers is None:
-            return found
-        while len({*(commits := self._peers.all_gather("whole state", found.commit))}) > 1:
-            if found.commit == (least := min(commits)):
+            return newest
+        while len({*(commits := self._peers.all_gather("whole state", newest.commit))}) > 1:
+            if newest.commit == (least := min(commits)):
                 continue
-            older = manifests.before(self.folder, found)
+            older = manifests.before(self.folder, newest)
             damage = None if older is None else self._first_damage(older)
             if older is None or older.commit != least or damage is not None:
                 raise DamagedStateError(
-                    f"the state after step {found.step} is damaged on another rank, and {self.folder} does not hold the one "
+                    f"the state after step {newest.step} is damaged on another rank, and {self.folder} does not hold the one "
                     f"before it{f' whole: {damage}' if damage else ''}",
                     hint="put back folders that were saved together, or start over with checkpoint.resume=never",
                 )
             self.say(f"falling back to the state after step {older.step}, which is intact on every rank")
-            found = older
-        return found
+            newest = older
+        return newest
 
     def _evaluate_as_first(self) -> None:
         """Takes over what rank 0 knows of evaluations: others may have committed the same step before it was evaluated."""
         if self._peers is not None:
             known = (self.standing.evaluated, *self.standing.evaluated_before)
-            told = self._peers.all_gather("evaluated", [one and asdict(one) for one in known])[0]
-            last, *before = (one and from_json(Evaluated, one) for one in told)
+            of_first = self._peers.all_gather("evaluated", [evaluated and asdict(evaluated) for evaluated in known])[0]
+            last, *before = (evaluated and from_json(Evaluated, evaluated) for evaluated in of_first)
             self.standing.evaluated, self.standing.evaluated_before = last, tuple(before)
 
     def _as_it_goes_on(self, saved: Manifest) -> Manifest:
@@ -411,7 +411,7 @@ class Saver:
         """Makes the manifest of what the store holds after the last step. For `loading` it names no stage."""
         ready, standing, plan, model = self.ready, self.standing, self.files.plan, self.files.model
         names = (SPARE, LOSSES, *manifests.BESIDE)
-        beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
+        files = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
         share = None
         if (peers := self._peers) is not None:
@@ -425,7 +425,7 @@ class Saver:
             run=standing.run,
             files=tuple(str(path) for path in self.paths),
             parts=tuple(str(path.with_name(PART_FILE)) for path in self.paths),
-            companions=tuple(str(path) for path in (*written_companions(self.folder), *beside)),
+            companions=tuple(str(path) for path in (*written_companions(self.folder), *files)),
             stripe=plan.io.stripe,
             store_size=plan.store_size,
             state=state,
@@ -488,14 +488,14 @@ def captured_generators(device: torch.device) -> dict[str, Any]:
     """Returns the states of Python, NumPy and torch, and of the device if it has its own."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [kind, _hex(torch.from_numpy(np.asarray(keys))), int(position), int(has_gauss), float(cached)],
         "torch": _hex(torch.get_rng_state()),
     }
     if device.type == "cuda":
-        found["device"] = _hex(torch.cuda.get_rng_state(device))
-    return found
+        states["device"] = _hex(torch.cuda.get_rng_state(device))
+    return states
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:

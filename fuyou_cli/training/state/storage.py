@@ -54,24 +54,24 @@ class FirstWeights:
         trained = (tensor.name for tensor in stage.trained_tensors if tensor.name not in self._added)
         return self._dtype == "float32" or all(_narrow(self._entries[name]) for name in trained)
 
-    def fill(self, stage: StageSpec, begin: int, weights: torch.Tensor, rest: torch.Tensor | None) -> None:
+    def fill(self, stage: StageSpec, begin: int, weights: torch.Tensor, low_bits: torch.Tensor | None) -> None:
         """Reads elements of the stage from `begin` on, as many as `weights` holds, with zeros between tensors. rest:
         remainders of trained ones."""
         end = begin + weights.numel()
         weights.zero_()
-        if rest is not None:
-            rest.zero_()
+        if low_bits is not None:
+            low_bits.zero_()
         for tensor in stage.tensors:
             first, last = max(begin, tensor.offset), min(end, tensor.offset + tensor.numel)
             if first >= last:
                 continue
-            here, skipped = slice(first - begin, last - begin), tensor.first + first - tensor.offset
+            part, skipped = slice(first - begin, last - begin), tensor.first + first - tensor.offset
             if tensor.name in self._added:
-                weights[here] = self._added[tensor.name].view(-1)[skipped : skipped + last - first]
-            elif rest is None or tensor.frozen or self._entries[tensor.name].scales is not None:
-                self._read(self._entries[tensor.name], weights[here], first=skipped)
+                weights[part] = self._added[tensor.name].view(-1)[skipped : skipped + last - first]
+            elif low_bits is None or tensor.frozen or self._entries[tensor.name].scales is not None:
+                self._read(self._entries[tensor.name], weights[part], first=skipped)
             else:
-                self._read_split(self._entries[tensor.name], weights[here], rest[here], first=skipped)
+                self._read_split(self._entries[tensor.name], weights[part], low_bits[part], first=skipped)
 
     def fill_quantised(self, stage: StageSpec, bank: torch.Tensor, *, workers: Workers) -> None:
         """Reads the tensors of the stage that rest quantised into their `bank` (bytes), and quantises those that are not."""
@@ -177,8 +177,8 @@ class StageFiles:
         exact = _begun(stage, record, source)
         remainder = None if exact else self._remainder_span(plan)
         weights = self.memory.tensor(slot, self.dtype, stage.params - stage.quantised)
-        rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
-        source.fill(stage, 0, weights[: stage.trained] if stage.source else weights, rest)
+        low_bits = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
+        source.fill(stage, 0, weights[: stage.trained] if stage.source else weights, low_bits)
         if plan.weights_ram is not None:
             self._read_pieces(stage, plan)
         if plan.trained_ram is not None:
@@ -213,9 +213,9 @@ class StageFiles:
         """Reads frozen weights from the checkpoint's files to their home on the device."""
         frozen = self.states.homes[stage].tensor("frozen")
         assert frozen is not None
-        there = frozen.view(torch.uint8)
+        bytes_of_bank = frozen.view(torch.uint8)
         for piece in self.model.stages[stage].source:
-            target, span = there[piece.place : piece.place + piece.size], Span(offset=piece.offset, size=piece.size)
+            target, span = bytes_of_bank[piece.place : piece.place + piece.size], Span(offset=piece.offset, size=piece.size)
             total = self.states.copies.fetch(stage, target, span)
             if self.daemon.written is not None:
                 self.daemon.written.check(span, total, self.model.stages[stage].name)
@@ -226,7 +226,7 @@ class StageFiles:
         """Loads elements of a stage that rests on the device, in parts that two slots hold; returns checksums."""
         if first == end:
             return {}
-        slots, there = self.plan.staging_slots, self.states.at_rest(stage.index, 0)
+        slots, extents = self.plan.staging_slots, self.states.at_rest(stage.index, 0)
         items, totals = (
             {name: 2 if name == "remainder" else ITEM_SIZE[self.model.compute_dtype] for name in names},
             dict.fromkeys(names, 0),
@@ -236,10 +236,10 @@ class StageFiles:
             count = min(most, end - begin)
             parts = {name: Span(offset=slot.offset, size=items[name] * count) for name, slot in zip(names, slots, strict=False)}
             weights = self.memory.tensor(parts[names[0]], self.dtype)
-            rest = self.memory.tensor(parts["remainder"], torch.int16) if "remainder" in parts else None
-            source.fill(stage, begin, weights, rest)
+            low_bits = self.memory.tensor(parts["remainder"], torch.int16) if "remainder" in parts else None
+            source.fill(stage, begin, weights, low_bits)
             for name, part in parts.items():
-                (target, extent), place = there[name], items[name] * (begin - first)
+                (target, extent), place = extents[name], items[name] * (begin - first)
                 to = Span(offset=extent.offset + place, size=part.size)
                 totals[name] += self._written(part, to, stage.index, position=place)
                 self.states.copies.put(part, target[place : place + part.size])
@@ -273,8 +273,8 @@ class StageFiles:
                 if getattr(record.sums, name) is None:  # otherwise the last update wrote it
                     record.sums = replace(record.sums, **{name: self._written(ram, extent, record.stage)})
                     written += extent.size
-            there = self._on_device(record)
-            alone = {name: at for name, at in there.items() if getattr(record.sums, name) is None}
+            extents = self._on_device(record)
+            alone = {name: at for name, at in extents.items() if getattr(record.sums, name) is None}
             if alone:
                 sums = self.states.copies.begin(record.stage, alone).finish(time.sleep)
                 record.sums = replace(record.sums, **{str(name): total for name, total in sums.items()})
@@ -283,8 +283,8 @@ class StageFiles:
 
     def _on_device(self, record: Record) -> Extents:
         """Returns a stage's tensors that rest on the device and are not zero."""
-        there = self.states.at_rest(record.stage, record.turn)
-        return {name: there[name] for name in at_rest(record) if name in there}
+        extents = self.states.at_rest(record.stage, record.turn)
+        return {name: extents[name] for name in at_rest(record) if name in extents}
 
     def restore(self, saved: Manifest, records: Sequence[Record]) -> None:
         """Sets generations as saved, and reads back the tensors that rest in RAM or on the device."""
@@ -303,8 +303,8 @@ class StageFiles:
                 self._read_pieces(spec, plan)
             for _, ram, home in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, home.offset, home.size, label=record.stage))
-            for name, (target, there) in self._on_device(record).items():
-                if self.states.copies.fetch(record.stage, target, there) != getattr(record.sums, name):
+            for name, (target, span) in self._on_device(record).items():
+                if self.states.copies.fetch(record.stage, target, span) != getattr(record.sums, name):
                     raise SwapError(f"{name} of {stage.name} changed between two reads of the store")
 
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str]) -> tuple[StoredStage, ...]:

@@ -159,7 +159,7 @@ def begin_parts(run: str, directories: Sequence[Path]) -> list[Path]:
     A run may be killed before its first manifest. Then a file that has its size would pass for somebody's data where a file
     system does not tell room from data; an empty one does not, and one with a part file of a run without a manifest neither.
     """
-    made = []
+    created = []
     for index, directory in enumerate(directories):
         path = directory / STORE_FILE
         try:
@@ -168,23 +168,23 @@ def begin_parts(run: str, directories: Sequence[Path]) -> list[Path]:
             continue
         except OSError as error:
             raise failed_writing(path, error) from error
-        made.append(path)
+        created.append(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else writes the part file meanwhile
             _write_part(run, directories, index)
         except BlockingIOError:  # somebody was quicker, and has it: opening the store says so
-            made.remove(path)
+            created.remove(path)
         except OSError as error:
-            discard_parts(made)
+            discard_parts(created)
             raise failed_writing(directory / PART_FILE, error) from error
         finally:
             os.close(descriptor)
-    return made
+    return created
 
 
-def discard_parts(made: Sequence[Path]) -> None:
+def discard_parts(created: Sequence[Path]) -> None:
     """Removes store files that `begin_parts` made, with their part files."""
-    for path in made:
+    for path in created:
         path.unlink(missing_ok=True)
         path.with_name(PART_FILE).unlink(missing_ok=True)
 
@@ -381,11 +381,13 @@ def find_manifests(directory: Path) -> list[Path]:
 def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
     """Finds files that look like a store's, in the folder or one level below, but that none of these stores names."""
     named = {file.path for store in stores for file in store.files}
-    found = [directory / STORE_FILE, *sorted(directory.glob(f"*/{STORE_FILE}"))]
-    beside = (
-        path for path in found if path.is_file() and not path.is_symlink() and not (path.parent / manifests.NAME).is_file()
+    stores_there = [directory / STORE_FILE, *sorted(directory.glob(f"*/{STORE_FILE}"))]
+    unnamed = (
+        path
+        for path in stores_there
+        if path.is_file() and not path.is_symlink() and not (path.parent / manifests.NAME).is_file()
     )
-    return [path for path in beside if path.absolute() not in named]
+    return [path for path in unnamed if path.absolute() not in named]
 
 
 def read_store(manifest: Path) -> StoreFiles:
@@ -404,8 +406,8 @@ def read_store(manifest: Path) -> StoreFiles:
     return StoreFiles(
         manifest=manifest,
         digest=hashlib.sha256(text.encode()).hexdigest(),
-        files=tuple(found for found in looked.values() if isinstance(found, Remnant)),
-        missing=sum(found is None and name in wanted for name, found in looked.items()),
+        files=tuple(remnant for remnant in looked.values() if isinstance(remnant, Remnant)),
+        missing=sum(remnant is None and name in wanted for name, remnant in looked.items()),
         refused=tuple(f"{legible(name)}: {why}" for name, why in looked.items() if isinstance(why, str)),
     )
 
