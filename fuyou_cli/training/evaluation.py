@@ -106,7 +106,7 @@ class Evaluations:
             say(f"note: {self._best.folder} is not of this run, until this run keeps its best weights there")
 
     def _change_set(self, last: Evaluated, digest: str) -> str:
-        """Goes on from the losses of these rows, if they were result before. The best weights do so only if they are still
+        """Goes on from the losses of these rows, if they were evaluated before. The best weights do so only if they are still
         there. Says where both begin."""
         known = {result.set_digest: result for result in (*self._standing.evaluated_before, last)}
         standing = known.pop(digest, None)
