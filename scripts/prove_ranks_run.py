@@ -9,7 +9,8 @@ or both at a random moment, one at a random call on its files, which most often 
 `--nproc 2`, alone or with a rank. Whoever is left must end within five seconds, a rank with an error that names the other, or
 with the run's own end. What all ranks had committed must still be whole. The same command goes on, and is killed again; now and
 then one process goes on in place of two, which brings the state from their stores, and is killed too. Each run that comes to
-its end must have the states, losses and export of one process, to the last bit.
+its end must have the states, losses and export of one process, to the last bit. Where no launcher started the ranks, nobody can
+tell one that still waits for the others that they never come: the proof ends it by SIGTERM then, as torchrun would.
 
 A rank whose drive is full from a random call on ends, and the other with it, as above. One that is frozen (SIGSTOP) is found
 after `train.peer_timeout`.
@@ -25,9 +26,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,7 @@ class Tally:
     by_call: int = 0  # kills at a call on files
     launchers: int = 0  # that were killed
     alone: int = 0  # kills of one process in place of two
+    joining: int = 0  # survivors that had not joined yet, and ended when they were told to
     slowest: float = 0.0  # seconds until a rank had ended that lost its peer
 
 
@@ -154,15 +157,16 @@ def killed(pair: Pair, recipe: Path, draw: random.Random, seconds: float, tally:
     if way == "call":
         rank, call = draw.randrange(RANKS), draw.randrange(1, pair.calls)
         seen = pair.trace(recipe).environment(fault=f"{call}:{call}:kill")
-        ends = over_together(pair.begin(recipe, rank_with=rank, seen=seen), tally)
+        ends = over_together(pair.begin(recipe, rank_with=rank, seen=seen), recipe, tally)
         if all(end.code == 0 for end in ends):
             return False
         if ends[rank].code != -signal.SIGKILL:
             raise Lost(f"rank {rank}: exit code {ends[rank].code}\n{ends[rank].text}")
-        _check_survivor(1 - rank, ends[1 - rank])
+        if ends[1 - rank].code != -signal.SIGTERM:
+            _check_survivor(1 - rank, ends[1 - rank])
         tally.by_call += 1
         return True
-    children = pair.begin(recipe)
+    began, children = time.time(), pair.begin(recipe)
     if children[0].is_over(draw.uniform(0, seconds)):
         for child in children:
             _check(child.wait(), recipe)
@@ -170,19 +174,46 @@ def killed(pair: Pair, recipe: Path, draw: random.Random, seconds: float, tally:
     lost = draw.choice(({0}, {1}, {0, 1}))
     for rank in lost:
         children[rank].send(signal.SIGKILL)
-    survive(children, lost, ENDS, tally)
+    survive(children, lost, ENDS, tally, has_begun=partial(is_written_since, recipe, began))
     return True
 
 
-def over_together(children: list[Child], tally: Tally) -> list[Ended]:
+def is_written_since(recipe: Path, began: float) -> bool:
+    """Tells whether the run that began then has joined its ranks: its log is written."""
+    log = recipe.parent / "out" / "log.jsonl"
+    return log.exists() and log.stat().st_mtime > began
+
+
+def over_together(children: list[Child], recipe: Path, tally: Tally) -> list[Ended]:
     """Waits until a rank has ended, and for the other, which ends in time."""
+    began = time.time()
     while not any(child.is_over(0.05) for child in children):
         pass
-    begun = time.monotonic()
-    if not all(child.is_over(max(0.0, begun + ENDS - time.monotonic())) for child in children):
-        raise Lost(f"a rank still runs {ENDS:g} s after the other has ended")
-    tally.slowest = max(tally.slowest, time.monotonic() - begun)
-    return [child.wait() for child in children]
+    lost = {rank for rank, child in enumerate(children) if child.is_over()}
+    return _ended(children, lost, ENDS, tally, partial(is_written_since, recipe, began))
+
+
+def _ended(children: list[Child], lost: set[int], seconds: float, tally: Tally, has_begun: Callable[[], bool]) -> list[Ended]:
+    """Waits for the ranks that are not `lost`, which end in time. One that has not joined yet waits for the others: it ends
+    when it is told to."""
+    begun, told = time.monotonic(), set[int]()
+    for rank, child in enumerate(children):
+        if rank in lost or child.is_over(max(0.0, begun + seconds - time.monotonic())):
+            continue
+        if has_begun():
+            raise Lost(f"rank {rank} still runs {seconds:g} s after its peer was lost")
+        child.send(signal.SIGTERM)
+        told.add(rank)
+        if not child.is_over(ENDS):
+            raise Lost(f"rank {rank}, which waits for its peer, still runs {ENDS:g} s after SIGTERM")
+    if told:
+        tally.joining += 1
+    elif len(lost) < len(children):
+        tally.slowest = max(tally.slowest, time.monotonic() - begun)
+    for rank in lost:
+        children[rank].kill()
+    ends = [child.wait() for child in children]
+    return [replace(end, code=-signal.SIGTERM) if rank in told else end for rank, end in enumerate(ends)]
 
 
 def _killed_alone(child: Child, recipe: Path, after: float, tally: Tally) -> bool:
@@ -198,7 +229,7 @@ def _killed_alone(child: Child, recipe: Path, after: float, tally: Tally) -> boo
 def _killed_launcher(launcher: Child, recipe: Path, draw: random.Random, seconds: float, tally: Tally) -> bool:
     """Kills the launcher, or a rank, or both; all that it has started is gone in time."""
     until = time.monotonic() + draw.uniform(seconds / 2, 3 * seconds)  # its ranks import all that a run needs first
-    log, began, ranks = recipe.parent / "out" / "log.jsonl", time.time(), list[int]()
+    began, ranks = time.time(), list[int]()
     while time.monotonic() < until:
         if launcher.is_over(0.02):
             _check(launcher.wait(), recipe)
@@ -211,7 +242,7 @@ def _killed_launcher(launcher: Child, recipe: Path, draw: random.Random, seconds
         launcher.send(signal.SIGKILL)
         tally.launchers += 1
     # A launcher looks for ranks that have ended, and then ends the others. Ranks look for it only now and then while they join.
-    within = ENDS + 2.0 if log.exists() and log.stat().st_mtime > began else JOINS
+    within = ENDS + 2.0 if is_written_since(recipe, began) else JOINS
     while left := [pid for pid in (launcher.pid, *ranks) if is_there(pid)]:
         if time.monotonic() > begun + within:
             raise Lost(f"processes {left} still run {within:g} s after {which} was killed")
@@ -235,20 +266,11 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def survive(children: list[Child], lost: set[int], seconds: float, tally: Tally) -> list[Ended]:
+def survive(children: list[Child], lost: set[int], seconds: float, tally: Tally, *, has_begun: Callable[[], bool]) -> None:
     """Waits for the ranks. Those that were not disturbed end in time, well or with an error that names another."""
-    begun = time.monotonic()
-    for rank, child in enumerate(children):
-        if rank not in lost and not child.is_over(max(0.0, begun + seconds - time.monotonic())):
-            raise Lost(f"rank {rank} still runs {seconds:g} s after its peer was lost")
-    tally.slowest = max(tally.slowest, time.monotonic() - begun) if len(lost) < len(children) else tally.slowest
-    for rank in lost:
-        children[rank].kill()
-    ends = [child.wait() for child in children]
-    for rank, end in enumerate(ends):
-        if rank not in lost:
+    for rank, end in enumerate(_ended(children, lost, seconds, tally, has_begun)):
+        if rank not in lost and end.code != -signal.SIGTERM:
             _check_survivor(rank, end)
-    return ends
 
 
 def _check_survivor(rank: int, end: Ended) -> None:
@@ -289,10 +311,10 @@ def fill_some(pair: Pair, whole: dict[str, Any], *, count: int, seed: int) -> Ta
         children = pair.begin(
             recipe, rank_with=rank, seen=trace.environment(fault=f"{draw.randrange(1, pair.calls)}:{FOR_EVER}:enospc")
         )
-        first, *_ = ends = over_together(children, tally)
-        if {end.code for end in ends} not in ({0}, {1}, {4}):
+        first, *_ = ends = over_together(children, recipe, tally)
+        if not {end.code for end in ends} <= {0, 1, 4, -signal.SIGTERM}:  # 4: the drive is full; 1: a peer is lost
             raise Lost(f"rank {rank} with a full drive: exit codes {[end.code for end in ends]}\n{ends[rank].text}")
-        if first.code and f"rank {rank} on" not in first.text and rank > 0:
+        if first.code in (1, 4) and f"rank {rank} on" not in first.text and rank > 0:
             raise Lost(f"rank 0 does not name rank {rank}, whose drive is full\n{first.text}")
         tally.kills += 1
         for child in pair.begin(recipe):
@@ -310,11 +332,11 @@ def freeze_some(pair: Pair, seconds: float, *, count: int, seed: int) -> Tally:
     draw, tally = random.Random(seed), Tally()
     for number in range(count):
         recipe = pair.place.recipe(f"frozen{number}", {**CHANGES, "train.peer_timeout": f"{FROZEN}s"}, steps=5000)
-        children = pair.begin(recipe)
+        began, children = time.time(), pair.begin(recipe)
         time.sleep(seconds / 2 + draw.uniform(0, seconds))
         rank = draw.randrange(RANKS)
         children[rank].send(signal.SIGSTOP)
-        survive(children, {rank}, FROZEN + ENDS, tally)
+        survive(children, {rank}, FROZEN + ENDS, tally, has_begun=partial(is_written_since, recipe, began))
         tally.kills += 1
         committed(recipe, tally)
         shutil.rmtree(recipe.parent)
@@ -350,7 +372,8 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         else:
             note = (
                 f"{result['by_call']} at a call on files, {result['launchers']} of launchers, {result['alone']} of one process "
-                f"in place of two; {result['apart']} times one commit apart; a rank left alone ended in "
+                f"in place of two; {result['apart']} times one commit apart; {result['joining']} left alone had not joined; "
+                f"others ended in "
                 f"{result['slowest']:.1f} s"
             )
             made = result["kills"]
