@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.errors import UsageError
@@ -25,6 +26,17 @@ class Network:
     link: float = ASSUMED_LINK  # bytes per second, each way, of a box
     link_name: str = ""
     latency: float = LATENCY  # seconds
+
+    @classmethod
+    def between(cls, boxes: Sequence[object]) -> Network:
+        """Describes what connects ranks whose boxes these are. Where boxes have unlike numbers of ranks, or ranks are not
+        counted box by box, every message is taken to cross between two."""
+        count = len(boxes)
+        each = boxes.count(boxes[0])
+        alike = count % each == 0 and all(boxes[rank] == boxes[rank // each * each] for rank in range(count))
+        if alike and boxes.count(boxes[-1]) == each:
+            return cls(boxes=count // each, ranks_per_box=each)
+        return cls(boxes=count)
 
     @property
     def ranks(self) -> int:

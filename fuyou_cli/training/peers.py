@@ -154,8 +154,8 @@ class Peers:
 
     @property
     def network(self) -> Network:
-        """Returns what connects the ranks, as plans take it to be: of unlike boxes the fullest counts."""
-        return Network(boxes=max(1, self.count // self.local_count), ranks_per_box=self.local_count)
+        """Returns what connects the ranks, as plans take it to be. It is the same on every rank."""
+        return Network.between(self.boxes)
 
     def share_card(self, card: str | None) -> None:
         """Learns how many ranks of this box compute on the same GPU. `card`: which one this rank has taken; None: none."""

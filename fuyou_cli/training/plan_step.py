@@ -237,11 +237,13 @@ def settle(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """Says whose plan is made among several ranks. `alike`: None if this rank chooses it for all."""
+    """Says whose plan is made among several ranks. `alike`: None if this rank chooses it for all; `on_box`: ranks that share
+    its box, 0 for those of the network's."""
 
     rank: int
     network: Network
     alike: Alike | None = None
+    on_box: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +262,7 @@ class _Planner:
         range_experts: int = 0, seat: Seat | None = None,
     ) -> None:  # fmt: skip
         if seat is None and (peers := inspected.peers) is not None:
-            seat = Seat(rank=peers.rank, network=peers.network, alike=peers.alike)
+            seat = Seat(rank=peers.rank, network=peers.network, alike=peers.alike, on_box=peers.local_count)
         self._seat = seat
         self._inspected, self._hardware, self._disks = inspected, hardware, disks
         self._epoch, self._range_experts = epoch, range_experts
@@ -341,7 +343,7 @@ class _Planner:
         """Returns what is planned for one rank: its stages, or all for a replica, and its part of the box, with what all ranks
         have alike."""
         if not self._inspected.recipe.offload.max_memory.cpu.is_auto:  # auto is of this rank's part of the box already
-            asked = replace(asked, cpu_budget=asked.cpu_budget // seat.network.ranks_per_box)
+            asked = replace(asked, cpu_budget=asked.cpu_budget // (seat.on_box or seat.network.ranks_per_box))
         if (alike := seat.alike) is not None:
             asked = replace(asked, sweeps=alike.sweeps, norm_first=alike.norm_first, commit_every=alike.commit_every)
         elif asked.norm_first is None and not may_measure_first(model, asked):

@@ -66,3 +66,12 @@ def test_what_rests_in_memory_does_not_cross() -> None:
 def test_without_rates_flops_decide() -> None:
     unknown = replace(HARDWARE, matmul_flops=0.0, stage_rates=(), adamw=())
     assert blocks_of(fastest_deal(LLAMA, unknown, request(), Network(boxes=2))) == blocks_of(deal(LLAMA, 2))
+
+
+@pytest.mark.parametrize(
+    "boxes, described",
+    [("aa", (1, 2)), ("ab", (2, 1)), ("aabb", (2, 2)), ("aab", (3, 1)), ("abb", (3, 1)), ("abab", (4, 1)), ("aabbbb", (6, 1))],
+)
+def test_every_rank_has_a_place_on_the_network_whatever_boxes_have(boxes: str, described: tuple[int, int]) -> None:
+    network = Network.between([[name] for name in boxes])
+    assert (network.boxes, network.ranks_per_box) == described and network.ranks == len(boxes)
