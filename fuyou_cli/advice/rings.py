@@ -11,10 +11,11 @@ from math import inf
 from fuyou_cli.core.errors import FuyouError, PlanError, UsageError
 from fuyou_cli.core.units import brief
 from fuyou_cli.machine.described import Box
-from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, of_other_ranks, simulate_ring
+from fuyou_cli.planner.ring import of_other_ranks
+from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
 from fuyou_cli.recipe.load import LoadedRecipe
 from fuyou_cli.spec.network import Network
-from fuyou_cli.training.alike import refuse_keys
+from fuyou_cli.training.alike import are_replicas, refuse_keys
 from fuyou_cli.training.plan_step import halves, plan, plan_ranks
 from fuyou_cli.training.prepare import Planned, StoreDisks, unheard
 from fuyou_cli.training.state.resume import REFUSED
@@ -138,8 +139,12 @@ def plan_ring(
     inspected, hardware, disks, epoch = inspected_for_plan(
         loaded, machine, measure=measure, count=count, say=say, progress=progress
     )
+    recipe = inspected.recipe
     try:
-        refuse_keys(inspected.recipe, network.ranks)
+        refuse_keys(recipe, network.ranks)
+        if are_replicas(recipe, network.ranks):
+            lanes = f"train.lanes: {recipe.train.lanes}"
+            say(f"note: this plan is of a ring. With {lanes} a run has replicas, whose plan finetune shows")
     except UsageError as error:
         say(f"note: {error.message}. {REFUSED}")
     part = hardware.shared(network.ranks_per_box) if box is None else box.of_rank(network.ranks_per_box)

@@ -24,6 +24,7 @@ from ..core.errors import NumericsError
 from ..planner.device import GRADIENTS_ACROSS, square_lanes
 from ..planner.ledgers import Residency
 from ..planner.memory import summing_spans
+from ..planner.ring import AMONG_REPLICAS
 from ..planner.schedule import Visit
 from ..spec.model import ITEM_SIZE, StageSpec
 from ..spec.plan import Span
@@ -37,7 +38,6 @@ from .updates import DeviceStates
 if TYPE_CHECKING:
     from .replicas import Replicas  # loads torch.distributed, which one process does not need
 
-AMONG_REPLICAS = "gradients of other ranks"
 PIECE = 1 << 19  # elements added at once
 LOOK = "lower optimizer.lr or look at the data of this step"  # the remedy if a step's numbers are not finite
 

@@ -18,6 +18,14 @@ from ..core.errors import UsageError
 from ..spec.model import ModelSpec, StageSpec
 from .schedule import Schedule, Visit
 
+OTHER_RANKS = "other ranks"  # name of the stall where all meet
+AMONG_REPLICAS = "gradients of other ranks"  # and where replicas add up what they train
+
+
+def of_other_ranks(cause: str) -> bool:
+    """Tells whether a stall is a wait for other ranks or for the link to them."""
+    return cause in (OTHER_RANKS, AMONG_REPLICAS) or cause.startswith("boundary ")
+
 
 def check_ranks(model: ModelSpec, ranks: int) -> None:
     """Raises UsageError if so many ranks cannot share the model."""

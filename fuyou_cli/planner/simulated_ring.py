@@ -16,11 +16,10 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.network import Network
 from ..spec.plan import Plan
-from .ring import NOTHING, Boundary, Exchange, exchanges
+from .ring import NOTHING, OTHER_RANKS, Boundary, Exchange, exchanges
 from .schedule import Schedule, Visit, plan_schedule
 from .simulate import STEPS, Before, SimulatedRun, Timeline, begun
 
-OTHER_RANKS = "other ranks"  # name of the stall where all meet
 _MOST_PARTS = 16  # in which a boundary crosses, if it has more micro-batches
 _MEETING = 1e-3  # seconds in which a rank's Python tells and learns what a step found, beside the messages
 
@@ -43,11 +42,6 @@ class RingTimeline:
     ranks: tuple[Timeline, ...]
     sent: tuple[int, ...]
     link_seconds: float
-
-
-def of_other_ranks(cause: str) -> bool:
-    """Tells whether a stall is a wait for other ranks or for the link to them."""
-    return cause == OTHER_RANKS or cause.startswith("boundary ")
 
 
 def simulate_ring(ranks: Sequence[RankPlan], network: Network, *, steps: int = STEPS) -> RingTimeline:

@@ -11,10 +11,10 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.planner.dealing import chain_seconds, fastest_deal
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.ring import deal, link_bytes
+from fuyou_cli.planner.ring import deal, link_bytes, of_other_ranks
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, of_other_ranks, simulate_ring
+from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.network import Network, parse_link
 

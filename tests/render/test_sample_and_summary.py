@@ -9,9 +9,9 @@ import pytest
 from rich.cells import cell_len
 
 from fuyou_cli.cli.render.data_screen import show_sample
-from fuyou_cli.cli.render.report_screen import show_summary
+from fuyou_cli.cli.render.report_screen import ranks, show_summary
 from fuyou_cli.core.units import GiB
-from fuyou_cli.training.report import RunReport
+from fuyou_cli.training.report import RankFigures, RunReport
 
 from .conftest import Printer
 
@@ -90,3 +90,17 @@ def test_which_steps_the_figures_are_of(printer: Printer, run_report: RunReport,
     console, printed = printer(120)
     show_summary(console, replace(run_report, steps=steps, settled=settled, assumed=True))
     assert said in " ".join(printed().split())
+
+
+def test_ranks_tell_every_wait_for_another(run_report: RunReport) -> None:
+    others = {"boundary of rank 1": 1.0, "boundary to rank 1": 2.0, "gradients of other ranks": 4.0}
+    figures = RankFigures(
+        host="box",
+        read_per_step=0,
+        written_per_step=0,
+        written_total=0,
+        ram_peak=0,
+        waits={**others, "a slot for gradients": 8.0},
+    )
+    ((_, told),) = ranks(replace(run_report, ranks=(figures,)))
+    assert "compute waited 7.0 s of each step for other ranks" in told

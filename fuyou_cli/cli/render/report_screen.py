@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fuyou_cli.core.json_files import one_line, printable
 from fuyou_cli.core.units import brief, duration, gb, gib
+from fuyou_cli.planner.ring import of_other_ranks
 from fuyou_cli.training.report import Compared, EvalReport, RunReport, Spread, StepReport
 from fuyou_cli.training.run_log import History
 from fuyou_cli.training.state.resume import in_words
@@ -319,9 +320,9 @@ def ranks(report: RunReport) -> Pairs:
     """Says of each of several ranks what it moved in a step, and how long it waited for others."""
     rows = []
     for number, rank in enumerate(report.ranks):
-        others = sum(seconds for cause, seconds in rank.waits.items() if cause.startswith("boundary of rank "))
+        others = sum(seconds for cause, seconds in rank.waits.items() if of_other_ranks(cause))
         moved = f"{gb(rank.read_per_step)} read and {gb(rank.written_per_step)} written per step"
-        waited = f"compute waited {brief(others)} of it for other ranks"
+        waited = f"compute waited {brief(others)} of each step for other ranks"
         rows.append((f"rank {number} on {rank.host}", f"{moved}, {waited}, peak RAM {gib(rank.ram_peak)}"))
     return rows
 
