@@ -53,9 +53,6 @@ def run_plan(
     options = [*([] if hardware is None else ["--hardware", hardware]), *["--dry-run"] * dry_run]
     if hardware is None:
         check_output(loaded.recipe)
-    train = loaded.recipe.train
-    if network.ranks > 1 and train.lanes % network.ranks == 0 and train.parallel != "ring":
-        notes(f"note: this plan is of a ring. With train.lanes: {train.lanes} a run has replicas, whose plan finetune shows")
     try:
         if network.ranks > 1:
             return _run_ring(loaded, box, network, notes, measured=not dry_run, json_output=json_output, verbose=verbose)

@@ -496,10 +496,12 @@ class TrainSection(Section):
     parallel: Literal["auto", "ring", "replicas"] = key(
         "auto",
         "What several processes do: each computes some blocks (`ring`), or the whole model for some rows (`replicas`, of "
-        "adapters). `auto`: replicas where `lanes` allows them.",
+        "adapters). `auto`: replicas where `lanes` allows them, on the CPU.",
     )
     lanes: Annotated[Literal[1, 2, 4, 8, 16, 32, 64], Field(exclude_if=lambda value: value == 1)] = key(
-        1, "Groups of an adapter's micro-batches that are summed apart. As many replicas or fewer have the same results."
+        1,
+        "Groups of an adapter's micro-batches that are summed apart. As many replicas, or a number that divides it, have the "
+        "same results.",
     )
     peer_timeout: Time = key(60, "How long a process of several may give no sign of life before the others end.")
 

@@ -21,15 +21,15 @@ _OF_A_BOX = (
 
 def are_replicas(recipe: Recipe, count: int) -> bool:
     """Tells whether so many ranks compute the whole model each, or are a ring. Raises UsageError where replicas are asked for
-    that the lanes do not allow."""
+    that the lanes do not allow. On GPUs only a ring is chosen."""
     lanes, asked = recipe.train.lanes, recipe.train.parallel
-    allows = lanes % count == 0 and lanes >= count
+    allows = lanes % count == 0
     if asked == "replicas" and not allows:
         raise UsageError(
             f"train.parallel is replicas, but {count} of them cannot share {lanes} lane{'s' * (lanes > 1)} out",
             hint="a new run with train.lanes: 8 goes on with 1, 2, 4 or 8 replicas, and has the same results with each",
         )
-    return allows and asked != "ring"
+    return asked == "replicas" or (asked == "auto" and allows and device_name(recipe) == "cpu")
 
 
 def refuse_keys(recipe: Recipe, count: int) -> None:
@@ -40,7 +40,7 @@ def refuse_keys(recipe: Recipe, count: int) -> None:
         "eval.samples": is_ring and recipe.eval.samples is not None,
         "train.compile=true": recipe.train.compile,
         "dataset.streaming=true": recipe.dataset.streaming,
-        "offload.device=cuda as replicas": not is_ring and recipe.offload.device != "cpu" and device_name(recipe) == "cuda",
+        "train.parallel=replicas on a GPU": not is_ring and device_name(recipe) == "cuda",
     }
     if wrong := [key for key, is_set in refused.items() if is_set]:
         raise UsageError(

@@ -98,3 +98,19 @@ def test_two_boxes_are_named_where_drives_bind(fuyou: Callable[..., Command]) ->
 def test_what_cannot_be_planned(fuyou: Callable[..., Command], words: tuple[str, ...], said: str) -> None:
     code, _, err = fuyou()("plan", "recipe.yaml", "--hardware", MACHINE, *words)
     assert code == 2 and said in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("device", "parallel", "note"),
+    [
+        ("cuda", "auto", ""),
+        ("cuda", "replicas", "several ranks cannot train with train.parallel=replicas on a GPU yet"),
+        ("cpu", "auto", "With train.lanes: 2 a run has replicas"),
+    ],
+)
+def test_lanes_make_replicas_on_a_cpu(fuyou: Callable[..., Command], device: str, parallel: str, note: str) -> None:
+    run = fuyou(**{"adapter": {"r": 4}, "train.lanes": 2, "train.parallel": parallel, "offload.device": device})
+    machine = ("--dry-run",) if device == "cpu" else ("--hardware", MACHINE)
+    code, out, _ = run("plan", "recipe.yaml", "--boxes", "2", *machine)
+    said = " ".join(out.split())
+    assert code == 0 and note in said and ("replicas" in said) == bool(note)
