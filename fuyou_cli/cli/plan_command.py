@@ -6,6 +6,7 @@ one that cannot be trained yet. A described machine replaces this one completely
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,8 +16,9 @@ from fuyou_cli.advice.planning import Outcome, Replanner, changes_that_help, com
 from fuyou_cli.advice.rings import plan_ring, two_boxes
 from fuyou_cli.advice.room import check_export, check_output, room_of
 from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.core.units import parse_rate
 from fuyou_cli.machine.described import Box, described_box
-from fuyou_cli.spec.network import ASSUMED_LINK, ASSUMED_NAME, Network, parse_link
+from fuyou_cli.spec.network import ASSUMED_LINK, ASSUMED_NAME, PAYLOAD, Network
 from fuyou_cli.training.length import counted_evaluation
 
 from .console import result_console, status_console, write_json, write_status
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
 MOST_BOXES = 64
+_ETHERNET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(GbE|Gbit/s|Gbps|Mbit/s|Mbps)\s*$", re.IGNORECASE)
 
 
 @like_ctrl_c()  # so that a process that tokenises ends too
@@ -84,6 +87,21 @@ def _network(box: Box | None, boxes: int, link: str | None, ranks: int) -> Netwo
     cards = ranks if box is None or box.machine.device == "cpu" else box.cards
     name = (link or ASSUMED_NAME) if boxes > 1 else ""
     return Network(boxes=boxes, ranks_per_box=cards, link=parse_link(name) if name else ASSUMED_LINK, link_name=name)
+
+
+def parse_link(text: str) -> float:
+    """Parses "10GbE", "25Gbit/s" or "1.2GB/s" into the bytes per second that arrive. Raises UsageError."""
+    if (match := _ETHERNET.match(text)) is not None:
+        unit = 1e6 if match[2].lower().startswith("m") else 1e9
+        rate = float(match[1]) * unit / 8 * PAYLOAD
+    else:
+        try:
+            rate = parse_rate(text, "B/s")
+        except ValueError:
+            rate = 0.0
+    if not rate:
+        raise UsageError(f"--link: {text!r} is no rate of a network", hint="write 10GbE, 2.5GbE, 25Gbit/s or 1.2GB/s")
+    return rate
 
 
 def _run_ring(

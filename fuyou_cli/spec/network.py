@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from ..core.errors import UsageError
-from ..core.units import parse_rate
 
 # Assumptions. Of an Ethernet's bits TCP delivers 94 % with packets of 1,500 bytes, and a message takes a tenth of a millisecond
 # through both hosts' kernels and a switch. Ranks on one box send through its loopback: every byte is copied four times.
 PAYLOAD, LATENCY = 0.94, 1e-4
 WITHIN_BOX, WITHIN_LATENCY = 3e9, 3e-5
 ASSUMED_NAME, ASSUMED_LINK = "10GbE", 10e9 / 8 * PAYLOAD  # where none is described
-_ETHERNET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(GbE|Gbit/s|Gbps|Mbit/s|Mbps)\s*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,18 +50,3 @@ class Network:
         """Returns the seconds that a message takes once both are ready for it."""
         rate, latency = self.way(sender, receiver)
         return size / rate + 2 * latency
-
-
-def parse_link(text: str) -> float:
-    """Parses "10GbE", "25Gbit/s" or "1.2GB/s" into the bytes per second that arrive. Raises UsageError."""
-    if (match := _ETHERNET.match(text)) is not None:
-        unit = 1e6 if match[2].lower().startswith("m") else 1e9
-        rate = float(match[1]) * unit / 8 * PAYLOAD
-    else:
-        try:
-            rate = parse_rate(text, "B/s")
-        except ValueError:
-            rate = 0.0
-    if not rate:
-        raise UsageError(f"--link: {text!r} is no rate of a network", hint="write 10GbE, 2.5GbE, 25Gbit/s or 1.2GB/s")
-    return rate

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fuyou_cli.cli.plan_command import parse_link
+from fuyou_cli.core.errors import UsageError
+
 from .conftest import Command, CommandIn, NewProject, write_llama
 from .test_plan_command import HERE
 
@@ -114,3 +117,17 @@ def test_lanes_make_replicas_on_a_cpu(fuyou: Callable[..., Command], device: str
     code, out, _ = run("plan", "recipe.yaml", "--boxes", "2", *machine)
     said = " ".join(out.split())
     assert code == 0 and note in said and ("replicas" in said) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("10GbE", 1.175e9), ("2.5gbe", 0.29375e9), ("25Gbit/s", 2.9375e9), ("1.2GB/s", 1.2e9), ("100 Mbit/s", 11.75e6)],
+)
+def test_links(text: str, rate: float) -> None:
+    assert parse_link(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "10", "0GbE", "-1GB/s", "10GB"])
+def test_links_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="is no rate of a network"):
+        parse_link(text)

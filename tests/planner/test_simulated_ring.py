@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.core.errors import UsageError
 from fuyou_cli.planner.dealing import chain_seconds, fastest_deal
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
@@ -16,7 +15,7 @@ from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.network import Network, parse_link
+from fuyou_cli.spec.network import Network
 
 from .models import HARDWARE, NUMERICS, request, stage
 
@@ -125,17 +124,3 @@ def test_the_estimate_of_a_deal_is_near_its_step(link: float) -> None:
     network = replace(FAST, link=link)
     found = step_of(fastest_deal(MODEL, MACHINE, asked(), network), network)
     assert chain_seconds(MODEL, MACHINE, asked(), network) == pytest.approx(found.step_seconds, rel=0.25)
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("10GbE", 1.175e9), ("2.5gbe", 0.29375e9), ("25Gbit/s", 2.9375e9), ("1.2GB/s", 1.2e9), ("100 Mbit/s", 11.75e6)],
-)
-def test_links(text: str, rate: float) -> None:
-    assert parse_link(text) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("text", ["", "fast", "10", "0GbE", "-1GB/s", "10GB"])
-def test_links_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="is no rate of a network"):
-        parse_link(text)
