@@ -33,12 +33,15 @@ def blocks_of(owners: tuple[int, ...]) -> list[int]:
     return [blocks.count(rank) for rank in range(max(owners) + 1)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_no_rank_takes_much_longer_than_its_share(ranks: int) -> None:
-    times = stage_times(LLAMA, MACHINE, ASKED)
-    owners = fastest_deal(LLAMA, MACHINE, ASKED, Network(boxes=ranks))
+@pytest.mark.parametrize(("ranks", "most"), [(2, 1.03), (3, 1.05), (4, 1.05), (8, 1.15)])
+def test_no_rank_takes_much_longer_than_its_share(ranks: int, most: float) -> None:
+    """Where drives bind, which a deal by FLOPs does not count. `most`: times its share; blocks of eight ranks are few."""
+    small = replace(ASKED, cpu_budget=4 * GiB, gpu_budget=0)
+    times, owners = stage_times(LLAMA, MACHINE, small), fastest_deal(LLAMA, MACHINE, small, Network(boxes=ranks))
     check_owners(LLAMA, owners, ranks)
-    assert slowest(owners, times, MACHINE, ASKED) <= slowest(deal(LLAMA, ranks), times, MACHINE, ASKED)
+    all_memory = replace(small, cpu_budget=ranks * small.cpu_budget)
+    share = slowest((0,) * len(times), times, MACHINE, all_memory) / ranks
+    assert slowest(owners, times, MACHINE, small) <= most * share < slowest(deal(LLAMA, ranks), times, MACHINE, small)
 
 
 def test_where_compute_binds_the_head_counts_for_its_flops() -> None:
