@@ -86,11 +86,6 @@ class Ring:
         )
         return [f"rank {rank}: {problem}" for rank, problem in numbered]
 
-    @property
-    def written_per_step(self) -> int:
-        """Returns the bytes that the fullest rank writes."""
-        return max(one.plan.predicted.written_per_step for one in self.ranks)
-
     def written_on_a_box(self) -> int:
         """Returns the bytes that the ranks of the fullest box write to its drives in a step."""
         written = [one.plan.predicted.written_per_step for one in self.ranks]

@@ -163,9 +163,7 @@ def _composed(text: str) -> Box:
     problems += [f"more than {MOST_DRIVES:,} {name} drives" for name, count, _ in chosen["drives"] if count > MOST_DRIVES]
     problems += [f"more than {MOST_CARDS} cards" for count, _ in chosen["GPU"] if count > MOST_CARDS]
     problems += [f"more than {format_size(LARGEST_SIZE)} of RAM" for size in chosen["RAM"] if size > LARGEST_SIZE]
-    problems += [
-        f"more than one {'kind of ' * (what == 'GPU')}{what}" for what, parts_of in chosen.items() if len(parts_of) > 1
-    ]
+    problems += [f"more than one {'kind of ' * (what == 'GPU')}{what}" for what, parts in chosen.items() if len(parts) > 1]
     problems += [f"no {what}" for what in ("drives", "RAM") if not chosen[what]]
     if problems:
         raise UsageError(f"{_shown(text, 100)} does not describe a machine: {'; '.join(problems)}", hint=_offer())

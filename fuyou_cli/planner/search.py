@@ -92,11 +92,11 @@ def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -
 
 
 def timed(
-    chosen_plan: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, costs: Costs | None = None
+    alternative: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, costs: Costs | None = None
 ) -> Plan:
-    """Returns the plan with simulated times, and with the commit interval that follows from them. `costs`: of the search."""
+    """Returns its plan with simulated times, and with the commit interval that follows from them. `costs`: of the search."""
     chosen = request.commit_every == "auto"
-    return timed_plan(model, hardware, chosen_plan.plan, chosen=chosen, step=chosen_plan.timeline, costs=costs)
+    return timed_plan(model, hardware, alternative.plan, chosen=chosen, step=alternative.timeline, costs=costs)
 
 
 def search(

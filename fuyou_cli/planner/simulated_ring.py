@@ -143,9 +143,8 @@ class _Rank:
     _parts: int = 1
     _posted: dict[int, float] = field(default_factory=dict)  # by visit
     _arrivals: dict[int, list[float]] = field(default_factory=dict)  # by visit
-    _leaving: dict[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # by part: to whom it was sent last, and when it is there
+    # By part: to whom it was sent last, and when it is there.
+    _leaving: dict[int, tuple[int, float]] = field(default_factory=dict)
     _steps: int = 0
 
     def __post_init__(self) -> None:
