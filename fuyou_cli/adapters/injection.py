@@ -132,7 +132,7 @@ def _lost_by_peft(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:
 
 
 def _config(section: AdapterSection, other_parts: list[str], targets: str | list[str]) -> LoraConfig:
-    """Returns peft's configuration for the text part of a model; peft leaves the parts `beside` it out, whoever loads it.
+    """Returns peft's configuration for the text part of a model; peft leaves `other_parts` out, whoever loads it.
     `targets`: see `_targets`."""
     return LoraConfig(
         task_type="CAUSAL_LM",

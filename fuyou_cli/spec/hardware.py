@@ -279,7 +279,7 @@ def with_measured_graphs(model: ModelSpec, hardware: HardwareProfile, tokens: in
 
 
 def merged_rates(kept: tuple[StageRate, ...], measured: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
-    """Joins both in a fixed order. If a shape was measured twice, `found` counts. A recipe's own stages count instead of all
+    """Joins both in a fixed order. If a shape was measured twice, `measured` counts. A recipe's own stages count instead of all
     that was kept of stages with as many parameters and as many trained, unless those were timed for the same layers at rows of
     another length."""
 

@@ -185,7 +185,7 @@ def mean_seconds(action: Callable[[], object], seconds: float, device: torch.dev
 
 
 def repeats_in(seconds: float, each_seconds: float) -> int:
-    """Returns how many repeats of `one` seconds each take about `seconds`; at least one."""
+    """Returns how many repeats of `each_seconds` take about `seconds`; at least one."""
     return max(1, round(seconds / max(each_seconds, 1e-6)))
 
 

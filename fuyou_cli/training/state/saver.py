@@ -326,7 +326,7 @@ class Saver:
         restore_generators(given.random, self.device.torch_device)
 
     def _as_all_have(self, newest: Manifest) -> Manifest:
-        """Returns the newest commit that is whole on every rank; `found` is on this one."""
+        """Returns the newest commit that is whole on every rank; `newest` is on this one."""
         if self._peers is None:
             return newest
         while len({*(commits := self._peers.all_gather("whole state", newest.commit))}) > 1:

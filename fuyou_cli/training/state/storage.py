@@ -55,8 +55,8 @@ class FirstWeights:
         return self._dtype == "float32" or all(_narrow(self._entries[name]) for name in trained)
 
     def fill(self, stage: StageSpec, begin: int, weights: torch.Tensor, low_bits: torch.Tensor | None) -> None:
-        """Reads elements of the stage from `begin` on, as many as `weights` holds, with zeros between tensors. rest:
-        remainders of trained ones."""
+        """Reads elements of the stage from `begin` on, as many as `weights` holds, with zeros between tensors.
+        `low_bits`: remainders of trained ones."""
         end = begin + weights.numel()
         weights.zero_()
         if low_bits is not None:
