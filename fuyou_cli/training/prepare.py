@@ -302,8 +302,7 @@ def store_of(recipe: Recipe) -> Path:
     several numbers of ranks it is the newest one's with a saved state."""
     if recipe.checkpoint.resume in ("auto", "never"):
         alone = run_directories(recipe)[0]
-        found = of_any_count(alone)
-        return max(found, key=lambda place: (_is_saved(place), written_at(place)), default=alone) if found else alone
+        return max(of_any_count(alone), key=lambda place: (_is_saved(place), written_at(place)), default=alone)
     return folder(recipe.checkpoint.resume, key="checkpoint.resume")
 
 
