@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,6 +73,15 @@ _KEY = "offload.max_memory.gpu"
 _MORE = 1.02  # a smaller excess over the limit does not count as free memory
 # Messages of libraries that do not use torch's allocator.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stop:
+    """Says why a run stops before its next step. `limit`: what is said of the recipe's that is reached; `asked_by`: the
+    first rank with a reason."""
+
+    limit: str | None
+    asked_by: int | None = None
 
 
 class Run:
@@ -236,11 +245,13 @@ class Run:
             self.executor.skipped = self.standing.skipped
             self._limits.begin(self.step, self._written)
             self._evaluations.begin(self._announce)
-            limit = None
+            stop: _Stop | None = None
             self._evaluate(on_evaluation)
-            while self.step < self.planned.total_steps and not self._ends_early():
-                stops, limit = self._is_to_stop()
-                report = None if stops else self._one_step()
+            ends_early = self._agree_to_end_early()
+            while self.step < self.planned.total_steps and not ends_early:
+                stop = self._agree_to_stop()
+                self._announce_stop(stop)
+                report = self._one_step() if stop is None else None
                 if report is None:
                     self.executor.abandon()
                     break
@@ -250,38 +261,44 @@ class Run:
                 on_step(report)
                 self.stopping.doing = "between steps"
                 self._evaluate(on_evaluation)
+                ends_early = self._agree_to_end_early()
                 self._announce_over_budget()
             self.save()
-            if self._ends_early():
+            if ends_early:
                 if not self.planned.is_copy:  # which has evaluated nothing
                     self._announce(self._evaluations.told)
             elif self.step < self.planned.total_steps:
-                why = f": {limit}" if limit else ""
+                why = f": {stop.limit}" if stop is not None and stop.limit else ""
                 if self._peers is not None:
                     self._peers.ends_together = True  # every rank stops here, with this step saved
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
         self.stopping.doing = "over"
 
-    def _is_to_stop(self) -> tuple[bool, str | None]:
-        """Tells whether the run stops before its next step, and which limit is reached, if that is why. Ranks stop together,
-        before the same step, as soon as one has a reason."""
-        seconds, first = time.monotonic() - self._began, None
+    def _agree_to_stop(self) -> _Stop | None:
+        """Returns why the run stops before its next step; None: it goes on. Ranks stop together, before the same step, as soon
+        as one has a reason."""
+        seconds = time.monotonic() - self._began
         if self._peers is None:
             limit = self._limits.reached(seconds=seconds, written=self._written)
-        else:
-            limit = self._limits.time(seconds)
-            most = self.planned.recipe.offload.ssd_write_limit
-            tells = (most or 0, self._written, self._limits.due(self._written), written_by_step(self.plan))
-            first, told = self._peers.asking(self.stopping.requested or limit is not None, tells)
-            limit = limit or next(filter(None, (writes(*sums) for sums in box_sums(self._peers.boxes, told))), None)
-        if limit:
-            self._announce(f"{limit};\nstopping and saving the state")
-        elif first is not None and not self.stopping.requested and self._peers is not None:
-            self._announce(f"{self._peers.named(first)} stops: stopping and saving the state")
-        return limit is not None or first is not None or (self._peers is None and self.stopping.requested), limit
+            return _Stop(limit=limit) if limit or self.stopping.requested else None
+        limit = self._limits.time(seconds)
+        most = self.planned.recipe.offload.ssd_write_limit
+        tells = (most or 0, self._written, self._limits.due(self._written), written_by_step(self.plan))
+        asked_by, of_ranks = self._peers.asking(self.stopping.requested or limit is not None, tells)
+        limit = limit or next(filter(None, (writes(*sums) for sums in box_sums(self._peers.boxes, of_ranks))), None)
+        return None if limit is None and asked_by is None else _Stop(limit=limit, asked_by=asked_by)
 
-    def _ends_early(self) -> bool:
-        """Tells whether the last evaluation ends the run. Of replicas the first one evaluates."""
+    def _announce_stop(self, stop: _Stop | None) -> None:
+        """Says what stops the run, unless it was asked to here, which has been said."""
+        if stop is None:
+            return
+        if stop.limit:
+            self._announce(f"{stop.limit};\nstopping and saving the state")
+        elif stop.asked_by is not None and not self.stopping.requested and self._peers is not None:
+            self._announce(f"{self._peers.named(stop.asked_by)} stops: stopping and saving the state")
+
+    def _agree_to_end_early(self) -> bool:
+        """Tells whether the last evaluation ends the run. Of replicas the first one evaluates, and all ask it."""
         ends = self._evaluations.stop
         if self._peers is None or not self._peers.are_replicas or self.planned.recipe.train.early_stopping is None:
             return ends
