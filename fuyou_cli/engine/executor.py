@@ -172,17 +172,16 @@ class Executor:
         self.routing.begin_step(step)
         label_tokens, before, lane_ends = int((shifted(labels) != IGNORED).sum()), 0, tuple[int, ...]()
         if self.plan.numerics.lanes > 1:
-            own = self._own_lanes(input_ids, sweeps)
+            own = self._own_lanes(self._groups(input_ids, self.plan.numerics.lanes, sweeps))
             rows, before, lane_ends, sweeps = own.rows, own.before, own.ends, (own.parts,)
             input_ids, labels = input_ids[rows], labels[rows]
             documents, real = documents and documents[rows], None if real is None else real[rows]
         real_on_device = None if real is None or not self.anatomy.has_experts else self.device.upload_now(real)
         self._outcome.label_tokens = label_tokens
         self.head.begin_step(label_tokens)
-        targets = self.head.place_targets(
-            shifted(labels)
-        )  # before anything else is submitted, because such a copy waits for all of it
-        shares = self._shares(input_ids, sweeps)
+        # before anything else is submitted, because such a copy waits for all of it
+        targets = self.head.place_targets(shifted(labels))
+        shares = self._groups(input_ids, self.plan.sweeps, sweeps)
         self.visits.divide([part for parts in shares for part in parts])
         divided = [self._divided(parts, input_ids.shape[1], documents) for parts in shares]
         self.visits.seed(BETWEEN_STAGES, 0)
@@ -215,26 +214,22 @@ class Executor:
         self.visits.residency.update_later(self._scalars)
         return self._outcome
 
-    def _own_lanes(self, ids: torch.Tensor, lanes: Sequence[tuple[MicroBatch, ...]] | None) -> OwnLanes:
-        """Returns what is computed here of a step's lanes."""
-        (rows, width), numerics = ids.shape, self.plan.numerics
-        if lanes is None:
-            assert rows % numerics.lanes == 0, (rows, numerics.lanes)
-            each = rows // numerics.lanes
-            parts = even(each, numerics.micro_batch_size, width)
-            lanes = [tuple(part.after(-begin) for part in parts) for begin in range(0, rows, each)]
-        assert len(lanes) == numerics.lanes, (len(lanes), numerics.lanes)
-        chosen = range(len(lanes)) if self.replicas is None else self.replicas.lanes(len(lanes))
-        return OwnLanes.of(lanes, chosen)
-
-    def _shares(self, ids: torch.Tensor, sweeps: Sequence[tuple[MicroBatch, ...]] | None) -> Sequence[tuple[MicroBatch, ...]]:
-        count, (rows, width) = self.plan.sweeps, ids.shape
-        if sweeps is None:
+    def _groups(
+        self, ids: torch.Tensor, count: int, groups: Sequence[tuple[MicroBatch, ...]] | None
+    ) -> Sequence[tuple[MicroBatch, ...]]:
+        """Returns the micro-batches of so many groups of rows. `groups`: those given; None: each has as many rows."""
+        if groups is None:
+            rows, width = ids.shape
             assert rows % count == 0, (rows, count)
             parts = even(rows // count, self.plan.numerics.micro_batch_size, width)
-            sweeps = [tuple(part.after(-begin) for part in parts) for begin in range(0, rows, rows // count)]
-        assert len(sweeps) == count, (len(sweeps), count)
-        return sweeps
+            groups = [tuple(part.after(-begin) for part in parts) for begin in range(0, rows, rows // count)]
+        assert len(groups) == count, (len(groups), count)
+        return groups
+
+    def _own_lanes(self, lanes: Sequence[tuple[MicroBatch, ...]]) -> OwnLanes:
+        """Returns what is computed here of a step's lanes."""
+        chosen = range(len(lanes)) if self.replicas is None else self.replicas.lanes(len(lanes))
+        return OwnLanes.of(lanes, chosen)
 
     def _divided(self, parts: tuple[MicroBatch, ...], width: int, documents: Documents | None) -> Divided:
         first, end = parts[0].first, parts[-1].end
