@@ -60,11 +60,11 @@ class Replicas:
 
     def counts(self, own: list[list[Any]]) -> list[list[Any]]:
         """Returns how many tokens each expert got on all ranks (`Routing.raw_counts`)."""
-        found: dict[tuple[int, int], list[int]] = {}
+        sums: dict[tuple[int, int], list[int]] = {}
         for stage, mixture, counts in (one for of_rank in self.ranks.gather(own) for one in of_rank):
-            before = found.get((stage, mixture), [0] * len(counts))
-            found[stage, mixture] = [a + b for a, b in zip(before, counts, strict=True)]
-        return [[*place, counts] for place, counts in found.items()]
+            before = sums.get((stage, mixture), [0] * len(counts))
+            sums[stage, mixture] = [a + b for a, b in zip(before, counts, strict=True)]
+        return [[*place, counts] for place, counts in sums.items()]
 
     def begin(self, flat: torch.Tensor) -> Reduction:
         """Begins to add to a sum (1-D, in host memory) those of all ranks. Nothing else may use it until that is done."""

@@ -138,7 +138,7 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
         model,
         stages=plan.stages,
         lookahead=plan.lookahead,
-        micro_batches=plan.here.micro_batches,
+        micro_batches=plan.own.micro_batches,
         commit_every=plan.commit_every,
         sweeps=plan.sweeps,
         fill=plan.fill,

@@ -306,14 +306,14 @@ class Plan:
         return 1.0 if self.typical is None else self.typical.computed * self.replicas / self.numerics.tokens
 
     @property
-    def here(self) -> Numerics:
+    def own(self) -> Numerics:
         """Returns the numerics of what one process computes."""
         return self.numerics.of_sweep(self.replicas)
 
     @property
     def group(self) -> Numerics:
         """Returns the numerics of one sweep. Stages pass on and keep only its rows."""
-        return self.here.of_sweep(self.sweeps)
+        return self.own.of_sweep(self.sweeps)
 
     @property
     def has_apart_commits(self) -> bool:

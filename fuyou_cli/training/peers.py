@@ -222,8 +222,8 @@ class Peers:
     def asking(self, asks: bool, tells: Sequence[int] = ()) -> tuple[int | None, list[list[int]]]:
         """Returns the first rank that asks for something now, if any, and what each tells beside. Raises PeerLost."""
         self.check()
-        found = self.ranks.gather([asks, *tells])
-        return next((rank for rank, one in enumerate(found) if one[0]), None), [one[1:] for one in found]
+        answers = self.ranks.gather([asks, *tells])
+        return next((rank for rank, one in enumerate(answers) if one[0]), None), [one[1:] for one in answers]
 
     def named_by_all(self, commit: int) -> None:
         """Returns when every rank has named the commit of this number. The thread of commits calls it."""
@@ -367,16 +367,16 @@ class Peers:
             self._store.set(f"failed {self.rank}", json.dumps(failure))
 
 
-def box_sums(boxes: Sequence[object], told: Sequence[Sequence[int]]) -> list[tuple[int | None, int, int, int]]:
+def box_sums(boxes: Sequence[object], of_ranks: Sequence[Sequence[int]]) -> list[tuple[int | None, int, int, int]]:
     """Returns of each box its limit of bytes to write (None: there is none), and the sums of what its ranks tell behind theirs:
     bytes written, those once another step is over, and those of a step. `boxes`: of all ranks."""
-    found = []
+    sums = []
     for first, box in enumerate(boxes):
         if boxes.index(box) == first:
-            ranks = [one for one, other in zip(told, boxes, strict=True) if other == box]
-            written, due, step = (sum(one[number] for one in ranks) for number in (1, 2, 3))
-            found.append((told[first][0] or None, written, due, step))
-    return found
+            on_box = [one for one, other in zip(of_ranks, boxes, strict=True) if other == box]
+            written, due, step = (sum(one[number] for one in on_box) for number in (1, 2, 3))
+            sums.append((of_ranks[first][0] or None, written, due, step))
+    return sums
 
 
 def _shown(value: Any) -> str:

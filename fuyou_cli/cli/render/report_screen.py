@@ -332,9 +332,9 @@ def wear(history: History) -> Pairs:
     report, drives = history.report, history.plan.drives
     stores = f"the stores of {len(report.ranks)} ranks" if report.ranks else "the store"
     rows = [("in all", f"{gb(report.written_by_all)} written by {stores}, by this run and those it resumed")]
-    here = [rank for rank in report.ranks if rank.host == report.ranks[0].host]  # whose drives these are
-    per_step = sum(rank.written_per_step for rank in here) or report.written_per_step
-    each = (sum(rank.written_total for rank in here) or report.written_total) / max(1, len(drives))
+    on_box = [rank for rank in report.ranks if rank.host == report.ranks[0].host]  # whose drives these are
+    per_step = sum(rank.written_per_step for rank in on_box) or report.written_per_step
+    each = (sum(rank.written_total for rank in on_box) or report.written_total) / max(1, len(drives))
     for drive in drives:
         if not drive.rated_bytes:
             rows.append((drive.model or "drive", "its rated writes are not known"))

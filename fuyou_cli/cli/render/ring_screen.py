@@ -114,8 +114,8 @@ def stages_in_words(model: ModelSpec) -> str:
     def kind(stage: StageSpec) -> str:
         return stage.kind
 
-    here = [stage for stage in model.stages if not stage.away and stage.expert_range is None]
-    counts = {name: len(list(stages)) for name, stages in groupby(sorted(here, key=kind), key=kind)}
+    own = [stage for stage in model.stages if not stage.away and stage.expert_range is None]
+    counts = {name: len(list(stages)) for name, stages in groupby(sorted(own, key=kind), key=kind)}
     order = [name for name in ("embedding", "block", "norm", "head") if name in counts]
     return ", ".join(some(counts[name], name) if name == "block" else name for name in order)
 

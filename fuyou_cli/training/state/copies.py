@@ -31,17 +31,17 @@ def share_saved(peers: Peers, saver: Saver, *, resumed: bool) -> None:
     """Makes the others go on from where the first replica does, if that has `resumed` a run. All call it once they have loaded
     their weights. Raises PeerLost."""
     records, standing = saver.residency.records, saver.standing
-    mine = None
+    own = None
     if resumed:
         of_records = [
             {name: getattr(record, name) for name in _OF_RECORD} | {"sums": asdict(record.sums)} for record in records
         ]
-        mine = {"standing": {name: getattr(standing, name) for name in _OF_STANDING}, "records": of_records}
-    every = peers.all_gather("saved state", [saver.window().size, mine])
-    told, most = every[0][1], min(_PIECE, *(size for size, _ in every)) // PAGE * PAGE
-    if told is None:
+        own = {"standing": {name: getattr(standing, name) for name in _OF_STANDING}, "records": of_records}
+    every = peers.all_gather("saved state", [saver.window().size, own])
+    of_first, most = every[0][1], min(_PIECE, *(size for size, _ in every)) // PAGE * PAGE
+    if of_first is None:
         return
-    for record, known in zip(records, told["records"], strict=True):
+    for record, known in zip(records, of_first["records"], strict=True):
         if peers.is_copy:
             _take_over(record, known)
         for _, extent in _trained(saver, record):
@@ -49,7 +49,7 @@ def share_saved(peers: Peers, saver: Saver, *, resumed: bool) -> None:
                 piece = Span(offset=extent.offset + begin, size=min(most, extent.size - begin))
                 _share(peers, saver, piece, record.stage)
     if peers.is_copy:
-        for name, value in told["standing"].items():
+        for name, value in of_first["standing"].items():
             setattr(standing, name, value)
         saver.take_over()
     else:

@@ -39,11 +39,11 @@ def bring_stages(
     else uses; `progress` gets the bytes copied. Raises DamagedStateError where one is not what was written."""
     for share in stores_of(saved):
         together = zip(share.manifest.stages, records, files.model.stages, strict=True)
-        here = [(stage, record) for stage, record, spec in together if stage.params and not spec.away]
-        if not here:
+        own = [(stage, record) for stage, record, spec in together if stage.params and not spec.away]
+        if not own:
             continue
         with at_rest(share, arena=files.memory.arena, say=say, model_files="none") as store:
-            for stage, record in here:
+            for stage, record in own:
                 _bring_stage(store, stage, files, record, window, progress)
 
 

@@ -98,16 +98,16 @@ def elsewhere(folder: Path) -> Elsewhere | None:
 def brought_from(offers: Sequence[Offer]) -> Elsewhere | None:
     """Returns the folders of another number of ranks that all ranks go on from; None: their own have what there is. A run that
     was started over, or that went on since, counts in place of one that was saved before."""
-    found = max((offer.elsewhere for offer in offers if offer.elsewhere), key=lambda one: one.written, default=None)
-    if found is None:
+    newest = max((offer.elsewhere for offer in offers if offer.elsewhere), key=lambda one: one.written, default=None)
+    if newest is None:
         return None
-    of_run = [offer for offer in offers if offer.run == found.run]
-    if any(offer.run != found.run and offer.run and offer.written >= found.written for offer in offers):
+    of_run = [offer for offer in offers if offer.run == newest.run]
+    if any(offer.run != newest.run and offer.run and offer.written >= newest.written for offer in offers):
         return None
-    if any(offer.commit is not None and offer.step > found.step for offer in of_run):
+    if any(offer.commit is not None and offer.step > newest.step for offer in of_run):
         return None
-    is_here = len(of_run) == len(offers) and all(offer.commit is not None and offer.step == found.step for offer in of_run)
-    return None if is_here else found
+    all_have_it = len(of_run) == len(offers) and all(offer.commit is not None and offer.step == newest.step for offer in of_run)
+    return None if all_have_it else newest
 
 
 def agreed_commit(offers: Sequence[Offer]) -> int | None:
@@ -162,34 +162,34 @@ def saved_by_all(peers: Peers | None, saved: SavedStore | None, folder: Path) ->
 def _moving(source: Elsewhere) -> SavedStore:
     """Returns the state in folders of another number of ranks. Raises UsageError where one of them cannot be reached or is in
     use."""
-    found = None if source.problem else whole_store(Path(source.folder))
-    if found is None or found.manifest.run != source.run:
+    saved = None if source.problem else whole_store(Path(source.folder))
+    if saved is None or saved.manifest.run != source.run:
         what = source.problem or f"{source.folder} holds another run here"
         raise UsageError(
             f"the run has been trained by another number of ranks, and its state cannot be brought here: {what}",
             hint=f"let every box reach the folders of all of them, each at its path; or start as many as before, {_GIVE_UP}",
         )
-    for one in found.shares or (found,):
+    for one in saved.shares or (saved,):
         refuse_copy(one.manifest, one.folder)
         refuse_in_use(one.manifest)
         if missing := missing_file(one.manifest):
             raise UsageError(f"the saved run cannot be resumed: {missing}", hint="mount its drive or put the file back")
-    return replace(found, moves=True)
+    return replace(saved, moves=True)
 
 
 def _moving_to_all(peers: Peers, source: Elsewhere) -> SavedStore:
     """Returns the same for each of all ranks, or raises for all of them what refuses it on one."""
-    found: SavedStore | None = None
+    saved: SavedStore | None = None
     refused: list[str | None] | None = None
     try:
-        found = _moving(source)
+        saved = _moving(source)
     except FuyouError as error:
         refused = [error.message, error.hint]
-    for rank, told in enumerate(peers.all_gather("state to bring", refused)):
-        if told is not None:
-            raise UsageError(f"{peers.named(rank)}: {told[0]}", hint=told[1])
-    assert found is not None
-    return found
+    for rank, refusal in enumerate(peers.all_gather("state to bring", refused)):
+        if refusal is not None:
+            raise UsageError(f"{peers.named(rank)}: {refusal[0]}", hint=refusal[1])
+    assert saved is not None
+    return saved
 
 
 def one_back(saved: SavedStore) -> SavedStore:
