@@ -177,7 +177,10 @@ def plan(
     overrides: _Overrides = None,
     dry_run: Annotated[bool, _option("--dry-run", help="Measure nothing; assume unknown rates.")] = False,
     hardware: Annotated[
-        str | None, _option(metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB.")
+        str | None,
+        _option(
+            metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB. 4xrtx4090: a rank for each card."
+        ),
     ] = None,
     boxes: Annotated[int, _option("--boxes", metavar="N", help="Plan for N such boxes that train the model together.")] = 1,
     link: Annotated[
