@@ -120,6 +120,8 @@ def finetune(
         raise UsageError("--dry-run and --trace cannot be used together", hint="a trace needs steps that ran")
     loaded = _loaded_recipe(recipe, overrides)
     count = loaded.recipe.train.nproc if nproc is None else nproc
+    if count < 1:
+        raise UsageError(f"there is no run of {count} processes", hint="--nproc takes 2 or more; leave it out for one")
     if dry_run:
         return _plan(loaded, dry_run=True, verbose=verbose, ranks=count)
     if count != 1:

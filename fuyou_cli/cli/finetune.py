@@ -78,7 +78,7 @@ def run_finetune(
         _finetune(loaded, measure=measure, accept_changes=accept_changes, verbose=verbose, trace=trace)
         return
     with Rank(place, loaded.recipe) as rank:
-        rank.share_card()
+        rank.meet()
         _finetune(loaded, measure=measure, accept_changes=accept_changes, verbose=verbose, trace=trace, rank=rank)
 
 

@@ -34,8 +34,6 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
     from fuyou_cli.training.alike import refuse_keys
     from fuyou_cli.training.peers import LAUNCHER
 
-    if count < 1:
-        raise UsageError(f"there is no run of {count} processes", hint="--nproc takes 2 or more; leave it out for one")
     if count > (cores := core_count()):
         what = f"{count} processes need a core each, and this box lets them use {cores}"
         raise UsageError(what, hint=f"--nproc {cores} or fewer (train.nproc)")
@@ -161,6 +159,7 @@ class Rank:
 
         refuse_keys(recipe, place.count)
         replicas = are_replicas(recipe, place.count)
+        self._recipe = recipe
         self._card = take_card(place.local) if device_name(recipe) == "cuda" else None
         self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout, are_replicas=replicas)
         self._quiet = None if self.peers.is_first else QuietRank()
@@ -184,8 +183,12 @@ class Rank:
             stream.flush()
         os._exit(code)
 
-    def share_card(self) -> None:
-        """Learns which other ranks compute on the same GPU. Call it inside the context: a peer may be lost meanwhile."""
+    def meet(self) -> None:
+        """Compares recipes, and learns which other ranks compute on the same GPU. Call it inside the context: a peer may be
+        lost meanwhile. Raises UsageError."""
+        from fuyou_cli.training.alike import refuse_unlike_recipe
+
+        refuse_unlike_recipe(self._recipe, self.peers)
         self.peers.share_card(self._card)
 
     def may_write(self, out: Path) -> None:

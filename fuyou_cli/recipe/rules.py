@@ -35,6 +35,7 @@ _OUT_OF_RANGE = {
 }  # fmt: skip
 _TIERS = ("weights", "gradients", "optimizer_states", "boundaries")
 _OPTIMIZERS_WITH = {"betas": ("adamw", "lion"), "eps": ("adamw",)}
+LEAST_PEER_TIMEOUT = 5  # seconds
 _KEEP_ONE = "keep one; `key=null` clears the other on the command line"
 
 Broken = Iterator[tuple[str, str, str | None]]  # the key to point at, what is wrong, what to do
@@ -163,6 +164,12 @@ def _batch(recipe: Recipe) -> Broken:
     if micro != "auto" and batch % micro:
         message = f"`train.batch_size: {batch}` is not a multiple of `train.micro_batch_size: {micro}`"
         yield "train.micro_batch_size", message, f"use {_divisor_near(batch, micro)}, or auto"
+
+
+def _ranks(recipe: Recipe) -> Broken:
+    if recipe.train.peer_timeout < LEAST_PEER_TIMEOUT:
+        message = f"`train.peer_timeout` must be {LEAST_PEER_TIMEOUT}s or more"
+        yield "train.peer_timeout", message, "a rank gives a sign of life each second, and is late where others keep it busy"
 
 
 def _lanes(recipe: Recipe) -> Broken:
@@ -381,8 +388,8 @@ def _others(recipe: Recipe) -> Broken:
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _schedule, _batch, _lanes, _data, _evaluation, _device, _optimizer, _together, _strategy, _deferral, _norm_first,
-    _skipping, _balanced, _compiled, _adapter, _quantised, _others,
+    _revision, _schedule, _batch, _ranks, _lanes, _data, _evaluation, _device, _optimizer, _together, _strategy, _deferral,
+    _norm_first, _skipping, _balanced, _compiled, _adapter, _quantised, _others,
 )  # fmt: skip
 
 

@@ -48,8 +48,21 @@ def refuse_keys(recipe: Recipe, count: int) -> None:
         )
 
 
+def refuse_unlike_recipe(recipe: Recipe, peers: Peers) -> None:
+    """Raises UsageError on every rank if one has another recipe or other versions than rank 0. It comes before anything else
+    that ranks tell one another, as the recipe decides what that is."""
+    settings = {
+        key: value
+        for key, value in recipe.settings().items()
+        if not any(key == name or key.startswith(f"{name}.") for name in _OF_A_BOX)
+    }
+    versions = {f"version of {name}": version for name, version in library_versions(recipe).items()}
+    peers.refuse_unlike("recipe", {**settings, **versions})
+
+
 def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
-    """Raises UsageError on every rank if one has another recipe, other versions or another kind of device than rank 0."""
+    """Raises UsageError on every rank if one has a recipe that reads otherwise beside the model, or another kind of device than
+    rank 0."""
     import torch
 
     recipe = inspected.recipe
@@ -58,16 +71,11 @@ def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
             "export.at_end is true, but the first rank does not reach the stores of other boxes",
             hint="write export.at_end: false; bring the stores to one box, at their paths, and `fuyou export` joins them",
         )
-    settings = {
-        key: value
-        for key, value in recipe.settings().items()
-        if not any(key == name or key.startswith(f"{name}.") for name in _OF_A_BOX)
-    }
-    versions = {f"version of {name}": version for name, version in library_versions(recipe).items()}
     device = {"kind of device": inspected.device, "kind of processor": torch.backends.cpu.get_cpu_capability()}
     if inspected.device == "cuda":
         device["GPU"] = torch.cuda.get_device_name()
-    peers.refuse_unlike("recipe", {**settings, **versions, **device})
+    refuse_unlike_recipe(recipe, peers)
+    peers.refuse_unlike("device", device)
 
 
 def refuse_unlike_data(ready: Ready, peers: Peers) -> None:

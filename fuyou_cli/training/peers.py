@@ -178,19 +178,26 @@ class Peers:
 
     def all_gather(self, what: str, value: Any, *, within: float = math.inf) -> list[Any]:
         """Returns what every rank tells of `what`, by rank. `within`: seconds after which a rank that has told nothing counts
-        as lost. Raises PeerLost."""
+        as lost. Raises PeerLost, and FuyouError if the others tell of something else: no rank then waits for ever."""
         self._gathers += 1
-        keys = [f"{self._gathers} {what}/{rank}" for rank in range(self.count)]
+        keys = [f"{self._gathers}/{rank}" for rank in range(self.count)]
         until = time.monotonic() + within
         with self._naming_what_is_lost():
-            self._store.set(keys[self.rank], json.dumps(value))
+            self._store.set(keys[self.rank], json.dumps([what, value]))
             for rank, key in enumerate(keys):
                 while not self._store.check([key]):
                     self.check()
                     if time.monotonic() > until:
                         raise PeerLost(rank, "another box", f"it has not joined within {within:g} s")
                     time.sleep(_LOOK)
-            return [json.loads(self._store.get(key)) for key in keys]
+            answers = [json.loads(self._store.get(key)) for key in keys]
+        for rank, (theirs, _) in enumerate(answers):
+            if theirs != what:
+                raise FuyouError(
+                    f"{self.named(rank)} is at {theirs!r}, and {self.named(self.rank)} at {what!r}",
+                    hint="start every rank with the same recipe and the same version of fuyou",
+                )
+        return [value for _, value in answers]
 
     def of_first(self, what: str, make: Callable[[], Any]) -> Any:
         """Returns what rank 0 makes, once for the whole run."""

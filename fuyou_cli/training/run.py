@@ -651,6 +651,8 @@ def add_what_is_saved(error: Exception, planned: Planned, saver: Saver, *, train
         error.hint = _after_a_changed_file(planned, saver)
     elif isinstance(error, FuyouError):
         added = _after_bad_data(planned, saver) if isinstance(error, DataError) else what_is_saved(planned, saver)
+        if error.hint is not None and added in error.hint:
+            return  # another rank's, which has said it
         error.hint = f"{error.hint}; {added}" if error.hint else added
     else:
         error.add_note(what_is_saved(planned, saver))

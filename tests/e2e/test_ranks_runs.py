@@ -327,6 +327,16 @@ def test_a_rank_that_waits_for_others_can_be_stopped(project: Callable[[str], Pr
     assert first.returncode == 130 and out.endswith("interrupted\n"), out
 
 
+def test_a_rank_that_trains_nothing_commits_with_the_others(project: Callable[[str], Project]) -> None:
+    one, two = project("one"), project("two")
+    words = ("freeze=[model.*]",)
+    one.done("finetune", one.recipe, "--assume-rates", *words)
+    with started(two, *fuyou(two, "--nproc", "2", *words)) as launcher:
+        out, _ = launcher.communicate(timeout=HANGS)
+    assert launcher.returncode == 0, out
+    assert_alike(two, one)
+
+
 def test_the_newer_run_is_the_recipes(project: Callable[[str], Project]) -> None:
     """A run that was given up for one of another number of processes is not taken for it."""
     ranks = project("ranks")
@@ -344,18 +354,17 @@ def test_the_newer_run_is_the_recipes(project: Callable[[str], Project]) -> None
 
 
 def test_unlike_ranks_are_refused_before_a_byte_is_written(project: Callable[[str], Project]) -> None:
+    """Even in what decides which stores are looked at."""
     one, other = project("one"), project("other")
-    recipe = other.recipe.read_text()
-    other.recipe.write_text(recipe.replace("weight_decay: 0.1", "weight_decay: 0.2"))
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
         started(one, *fuyou(one), RANK="0", LOCAL_RANK="0", **place) as first,
-        started(other, *fuyou(other), RANK="1", LOCAL_RANK="1", **place) as second,
+        started(other, *fuyou(other, "checkpoint.resume=never"), RANK="1", LOCAL_RANK="1", **place) as second,
     ):
         out, _ = first.communicate(timeout=HANGS)
         second.communicate(timeout=HANGS)
     assert (first.returncode, second.returncode) == (2, 2), out
-    assert "rank 1 on" in out and "has another optimizer.weight_decay than rank 0" in out and "0.2, not 0.1" in out
+    assert "rank 1 on" in out and "has another checkpoint.resume than rank 0" in out and '"never", not "auto"' in out
     for each in (one, other):
         assert not each.out.exists()
         assert not list(each.folder.rglob("store.bin"))

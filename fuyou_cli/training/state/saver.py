@@ -180,6 +180,7 @@ class Saver:
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # bytes that saving wrote, beside the steps
         self._complete = -1  # the newest generation that every stage has reached
+        self._trains = any(stage.trained for stage in files.model.stages)
         peers, self._is_copy = ready.planned.ring, ready.planned.is_copy
         self._peers = peers  # that have stages each
         self._folders = () if peers is None else tuple(peers.all_gather("store", str(self.folder)))
@@ -207,6 +208,8 @@ class Saver:
     def step_is_over(self) -> None:
         """Notes that a step is over; `standing` counts it."""
         self.standing.random = captured_generators(self.device.torch_device)
+        if not self._trains and self.residency.commits.is_written(self.standing.step):
+            self._complete = self.standing.step  # all stages of this rank are frozen: no update comes to the step's generation
         self._commit_what_is_complete()
 
     def _commit_what_is_complete(self) -> None:

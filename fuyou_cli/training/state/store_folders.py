@@ -88,7 +88,8 @@ def of_any_count(folder: Path) -> list[Path]:
     """Returns the folders beside this one that the same run has with any number of ranks, as far as they are there."""
     alone = unranked(folder)
     ranked = sorted(alone.parent.glob(f"{glob.escape(alone.name)}{of_rank('[0-9]*', '[0-9]*')}"))
-    return [place for place in (alone, *ranked) if place.is_dir()]
+    own = [place for place in ranked if unranked(place) == alone]  # a copy beside them may have more behind the same name
+    return [place for place in (alone, *own) if place.is_dir()]
 
 
 def is_plain(path: str) -> bool:
