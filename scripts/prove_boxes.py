@@ -107,7 +107,7 @@ def seconds_of(recipe: Path) -> float:
 
 
 def alike(runs: Runs) -> dict[str, Any]:
-    """Trains by all three commands. Returns what each rank on the boxes took of memory, and the time of a step there."""
+    """Trains by all three commands. Returns how many tensors are alike, and the time of a step on the boxes."""
     budget, endings = runs.options.budget, {}
     for name, words in (("one process", ()), ("--nproc 2", ("--nproc", "2"))):
         recipe = runs.recipe(name.replace(" ", "-"), budget=2 * budget)
@@ -115,7 +115,7 @@ def alike(runs: Runs) -> dict[str, Any]:
         endings[name] = ending(recipe)
         say(f"{name}: {seconds_of(recipe):.3f} s a step")
     recipe = runs.recipe("torchrun", budget=budget)
-    ends = runs.on_boxes(recipe, torchrun=True)
+    runs.on_boxes(recipe, torchrun=True)
     endings["torchrun"] = ending(recipe)
     first = endings["one process"]
     unlike = [f"{name} of {which}" for which, one in endings.items() for name in first if one[name] != first[name]]
@@ -123,20 +123,22 @@ def alike(runs: Runs) -> dict[str, Any]:
         raise Lost(f"not those of one process: {', '.join(unlike)}")
     if not first["sums"] or len(first["losses"]) != runs.options.steps:
         raise Lost(f"{len(first['sums'])} tensors and {len(first['losses'])} losses are no run")
-    (plan,) = events(recipe, "plan")
-    return {
-        "tensors": len(first["sums"]), "peaks": [end.peak for end in ends], "killed": sum(end.killed for end in ends),
-        "predicted": plan["predicted_cpu_peak"], "seconds": seconds_of(recipe),
-    }  # fmt: skip
+    return {"tensors": len(first["sums"]), "seconds": seconds_of(recipe)}
 
 
 def over(runs: Runs, link: Link, rate: float | None) -> dict[str, Any]:
-    """Trains over a link of `rate` bytes a second; None: a free one. Returns the time of a step, and the bytes that passed."""
+    """Trains over a link of `rate` bytes a second; None: a free one. Returns the time of a step, the bytes that passed, and
+    what each rank took of memory, which no launcher shares."""
     link.hold(rate)
     recipe, before = runs.recipe("link" if rate is None else f"link-{rate:.0f}", budget=runs.options.budget), link.sent()
     try:
-        runs.on_boxes(recipe)
-        return {"seconds": seconds_of(recipe), "bytes": (link.sent() - before) / runs.options.steps}
+        ends = runs.on_boxes(recipe)
+        (plan,) = events(recipe, "plan")
+        return {
+            "seconds": seconds_of(recipe), "bytes": (link.sent() - before) / runs.options.steps,
+            "peaks": [end.peak for end in ends], "killed": sum(end.killed for end in ends),
+            "predicted": plan["predicted_cpu_peak"],
+        }  # fmt: skip
     finally:
         link.hold(None)
 
@@ -169,7 +171,7 @@ def proven(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     free = setting.attempt("three commands", lambda: alike(runs))
     if free.get("failed"):
         return [lost_row(what, asked, free)]
-    rows = [holds(what, asked, f"{free['tensors']} tensors and every loss", True, values=free), memory_row(runs, free)]
+    rows = [holds(what, asked, f"{free['tensors']} tensors and every loss", True, values=free)]
     result = setting.attempt("link cut", lambda: cut(runs, link))
     what, asked = "the link cut within a step", f"both end in {TIMEOUT:g} + {ENDS:g} s, and name rank and host"
     rows.append(
@@ -190,7 +192,7 @@ def over_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     free = setting.measure("free link", lambda: over(runs, link, None))
     needed = free["bytes"] / free["seconds"]
     note = f"{free['bytes'] / 1e6:.2f} MB a step the busier way, which needs {needed / 1e6:.2f} MB/s"
-    rows = [reported("a step over a free link", f"{free['seconds']:.3f} s", note=note, values=free)]
+    rows = [memory_row(runs, free), reported("a step over a free link", f"{free['seconds']:.3f} s", note=note, values=free)]
     for share in RATES:
         result = setting.measure(f"link of {share:g}", partial(over, runs, link, share * needed))
         rows.append(reported(f"a step over a link of {share:g} of that", f"{result['seconds']:.3f} s", values=result))
