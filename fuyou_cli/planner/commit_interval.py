@@ -69,6 +69,20 @@ def sooner(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Plan | No
     return timed_plan(model, hardware, again, chosen=False)
 
 
+def with_longer_steps(model: ModelSpec, hardware: HardwareProfile, plan: Plan, step: float) -> Plan:
+    """Returns the plan with the interval for steps of `step` seconds, where other ranks make them longer than its own."""
+    if plan.commit_every in (None, 1) or step <= plan.plain_seconds:
+        return plan
+    costs, schedule = Costs.of(model, hardware, plan), plan_schedule(model, plan)
+    every = least_interval(
+        step=step,
+        commit=max(plan.predicted.commit_seconds, _alone(costs, plan)),
+        written=with_interval(costs, plan, schedule, None).predicted.written_per_step,
+        resting=resting_in_ram(plan),
+    )
+    return timed_plan(model, hardware, with_interval(costs, plan, schedule, max(2, every)), chosen=False)
+
+
 def least_interval(*, step: float, commit: float, written: int, resting: int) -> int:
     """Returns the fewest steps between commits within the limits. `step`: seconds of a step without a commit, 0 if no rate is
     known; `commit`: seconds that a commit adds; `written`: bytes that a step without a commit writes; `resting`: bytes that a

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.candidate import Candidate, may_measure_first
+from ..planner.commit_interval import with_longer_steps
 from ..planner.dealing import chain_seconds, fastest_deal
 from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import least_memory
@@ -94,12 +95,18 @@ def plan_ranks(
     inspected = _resumable(inspected, hardware, say)
     seat = Seat(rank=0, network=network)
     first = _plan(inspected, hardware, disks, None, say=say, epoch=epoch, effort=effort, seat=seat)
-    alike = Alike.of(first.plan, first.model.owners)
-    planned, between = [first], None
+    return _with_others(first, network, effort=effort)
+
+
+def _with_others(
+    first: Planned, network: Network, *, effort: Effort = "search", candidate: Candidate | None = None
+) -> tuple[Planned, ...]:  # fmt: skip
+    """Returns the first rank's plan and those that the others would make. `candidate`: is tried for each; None: searches."""
+    alike, planned, between = Alike.of(first.plan, first.model.owners), [first], candidate
     for rank in range(1, network.ranks):
         seat, is_last = Seat(rank=rank, network=network, alike=alike), rank == network.ranks - 1
-        again = None if is_last else between
-        made = _plan_alike(inspected, hardware, disks, epoch, alike, seat, effort=effort, candidate=again)
+        tried = candidate if is_last else between
+        made = _plan_alike(first, first.hardware, first.disks, first.epoch, alike, seat, effort=effort, candidate=tried)
         between = between or (None if made.found is None else made.found.best.candidate)
         planned.append(made)
     return tuple(planned)
@@ -131,17 +138,10 @@ def halves(before: Planned, network: Network) -> tuple[Planned, ...]:
     sizes = [numerics]
     while sizes[-1].micro_batch_size % 2 == 0 and before.recipe.train.micro_batch_size == "auto":
         sizes.append(planner.numerics(sizes[-1].micro_batch_size // 2))
-    alike, planned = None, list[Planned]()
-    for rank in range(network.ranks):
-        seat = Seat(rank=rank, network=network, alike=alike)
-        if alike is not None:
-            candidate = None if planned[0].found is None else planned[0].found.best.candidate
-            planned.append(_plan_alike(before, before.hardware, before.disks, before.epoch, alike, seat, candidate=candidate))
-            continue
-        first = _Planner(before, before.hardware, before.disks, before.epoch, before=before, seat=seat)
-        planned.append(first.planned(min(sizes, key=first.chain_seconds)))
-        alike = Alike.of(planned[0].plan, planned[0].model.owners)
-    return tuple(planned)
+    seat = Seat(rank=0, network=network)
+    ranked = _Planner(before, before.hardware, before.disks, before.epoch, before=before, seat=seat)
+    first = ranked.planned(min(sizes, key=ranked.chain_seconds))
+    return _with_others(first, network, candidate=None if first.found is None else first.found.best.candidate)
 
 
 def _plan(
@@ -279,13 +279,16 @@ class _Planner:
         rows = None if self._epoch is None else self._epoch.rows
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.manifest)
         made = self._runs.plan(model, request, steps=steps)
+        plan = made.plan
+        if request.commit_every == "auto" and self._seat is not None and self._replicas == 1:
+            plan = with_longer_steps(model, self._hardware, plan, self.chain_seconds(numerics))
         return Planned(
             **fields_of(inspected, Inspected),
             hardware=self._hardware,
             disks=self._disks,
             model=model,
             request=made.request,
-            plan=replace(made.plan, numerics=numerics, replicas=self._replicas),
+            plan=replace(plan, numerics=numerics, replicas=self._replicas),
             found=made.search,
             epoch=self._epoch,
             whole=self._specified(numerics),

@@ -23,6 +23,7 @@ from fuyou_cli.planner.commit_interval import (
     resting_in_ram,
     sooner,
     timed_plan,
+    with_longer_steps,
 )
 from fuyou_cli.planner.ledgers import CommitLedger
 from fuyou_cli.planner.place import least_memory
@@ -98,6 +99,16 @@ def test_commits_before_the_last_take_no_more_than_their_share_of_any_run(data: 
     assert alone * ((steps - 1) // every) <= MOST_TIME * (steps * plan.plain_seconds + alone * (steps // every)) * (1 + 1e-9)
     if (steps - 1) * plan.plain_seconds < alone * (1 - MOST_TIME) / MOST_TIME * (1 - 1e-9):
         assert every >= steps, "only at the end"
+
+
+@examples(15)
+@given(data=st.data(), spec=models(most=1 << 20))
+def test_where_ranks_wait_for_others_they_commit_sooner(data: st.DataObject, spec: ModelSpec) -> None:
+    plan = _planned(data, spec, states="cpu")
+    assume(plan.commit_every is not None and plan.commit_every > 2)
+    assert with_longer_steps(spec, SLOW, plan, plan.plain_seconds) == plan
+    longer = with_longer_steps(spec, SLOW, plan, 1e9)
+    assert longer.stages == plan.stages and longer.commit_every == 2
 
 
 @examples(15)
