@@ -83,6 +83,7 @@ class RunFacts:
     may_compile: bool = False  # blocks are not compiled, but may be, and that is known to be faster
     evaluation: EvaluationCost | None = None  # None if the recipe evaluates nothing, or nothing was simulated
     sampling: SamplingCost | None = None  # the same for fixed prompts
+    ranks_on_box: int = 0  # where this is a rank's plan, whose step is without waits for others; 0: nothing waits for others
     best_bytes: int = 0  # of the best weights, written anew at each lower loss; 0 if they are not kept
 
     @property
@@ -101,8 +102,9 @@ class RunFacts:
 
     @property
     def run_seconds(self) -> float | None:
-        """Returns the seconds of all steps still to do. Drives that slow down are fast for the first ones."""
-        if self.left is None:
+        """Returns the seconds of all steps still to do; None for a rank, whose own step tells nothing of them. Drives that slow
+        down are fast for the first ones."""
+        if self.left is None or self.ranks_on_box:
             return None
         if self.plan.sustained and self.region is not None:
             return self.region.seconds(self.left)
@@ -161,6 +163,11 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
         may_compile=_may_compile(prepared),
         sooner=sooner(prepared.model, prepared.hardware, prepared.plan) if prepared.fits_ram else None,
     )
+
+
+def of_rank(facts: RunFacts, ranks_on_box: int) -> RunFacts:
+    """Returns the facts of a rank's plan without those that only the step of all ranks tells."""
+    return replace(facts, ranks_on_box=ranks_on_box, region=None, endings=(), sooner=None)
 
 
 def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | None) -> RunFacts:

@@ -61,6 +61,12 @@ class Ring:
         return None if alone is None else self.tokens_per_second / alone
 
     @property
+    def work_lost(self) -> float | None:
+        """Returns the seconds of work that a crash loses at most: all steps since the last commit. None: all of the run."""
+        every = self.ranks[0].plan.commit_every
+        return None if every is None else (every + 1) * self.step_seconds
+
+    @property
     def waits(self) -> tuple[float, ...]:
         """Returns the seconds of a step in which each rank waits for others, or for the link to them."""
         return tuple(
@@ -97,7 +103,7 @@ class Ring:
         network, plans = self.network, [one.plan for one in self.ranks]
         reasons, has_waits = list[str](), self.idle > _MUCH
         parts, separate = plans[0].group.micro_batches, plans[0].device != "cpu"
-        if has_waits and parts < network.ranks * (1 + separate):
+        if has_waits and parts <= network.ranks * (1 + separate):
             reasons.append(
                 f"{parts} micro-batches are few for {network.ranks} ranks, which wait for one another: smaller ones or more "
                 "rows a step (train.micro_batch_size, train.batch_size) keep more of them at work"
@@ -107,18 +113,22 @@ class Ring:
             reasons.append(
                 f"the link binds: over one {_FAST} times as fast a step takes {brief(faster)} instead of {brief(step)}"
             )
-        no_gain = self.speed_up is not None and self.speed_up < _GAIN
-        if network.boxes > 1 and no_gain:
-            reasons.append(f"{network.ranks} ranks are hardly faster than one box alone, or slower")
-        if network.boxes == 1 and no_gain and any(map(waits_for_drives, plans)):
+        gains_little = self.speed_up is not None and self.speed_up < _GAIN
+        if gains_little and network.boxes > 1:
+            reasons.append(f"{network.ranks} ranks are {_no_faster(self.speed_up)} than one box alone")
+        if gains_little and network.boxes == 1 and any(map(waits_for_drives, plans)):
             reasons.append(
-                f"{network.ranks} ranks on this box are hardly faster than one: they share its drives and memory, which bind. "
-                "More tokens a step (train.batch_size) or a second box (--boxes 2) help"
+                f"{network.ranks} ranks on this box are {_no_faster(self.speed_up)} than one: they share its drives and "
+                "memory, which bind. More tokens a step (train.batch_size) or a second box (--boxes 2) help"
             )
         return reasons
 
     def _over_a_fast_link(self) -> float:
         return simulated(self.ranks, replace(self.network, link=_FAST * self.network.link)).step_seconds
+
+
+def _no_faster(speed_up: float | None) -> str:
+    return "slower" if speed_up is not None and speed_up < 1 else "hardly faster"
 
 
 def simulated(ranks: tuple[Planned, ...], network: Network) -> RingTimeline:
@@ -168,14 +178,14 @@ class TwoBoxes:
 
     network: Network
     tokens_per_second: float
-    times: float  # as fast as one
+    speed_up: float  # beside one
     written: int
     remarks: tuple[str, ...]  # why that is no more
     command: str
 
     @property
     def helps(self) -> bool:
-        return self.times >= _GAIN
+        return self.speed_up >= _GAIN
 
 
 def two_boxes(prepared: Planned, room: Room, command: Callable[[Network], str]) -> TwoBoxes | None:
@@ -194,6 +204,6 @@ def two_boxes(prepared: Planned, room: Room, command: Callable[[Network], str]) 
     if ring.problems or ring.speed_up is None:
         return None
     return TwoBoxes(
-        network=TWO_BOXES, tokens_per_second=ring.tokens_per_second, times=ring.speed_up, written=ring.written_on_a_box(),
+        network=TWO_BOXES, tokens_per_second=ring.tokens_per_second, speed_up=ring.speed_up, written=ring.written_on_a_box(),
         remarks=tuple(ring.remarks()), command=command(TWO_BOXES),
     )  # fmt: skip

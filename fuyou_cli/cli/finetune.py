@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.advice.facts import RunFacts, beside_plan, facts_of, promises, with_evaluation
+from fuyou_cli.advice.facts import RunFacts, beside_plan, facts_of, of_rank, promises, with_evaluation
 from fuyou_cli.advice.planning import command_of, machine_here, warn_of_memory
 from fuyou_cli.advice.room import check_export, check_output, export_folder, plan_problems, room_of
 from fuyou_cli.core import probe
@@ -189,6 +189,8 @@ def _show(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | Non
 
 def _facts(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | None) -> RunFacts:
     facts = with_evaluation(facts_of(planned, room_of(planned)), planned, evaluated)
+    if (peers := planned.peers) is not None and not peers.are_replicas:
+        facts = of_rank(facts, peers.local_count)
     return replace(facts, advice=_advice(loaded))
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fuyou_cli.advice.facts import facts_of, with_evaluation
+from fuyou_cli.advice.facts import facts_of, of_rank, with_evaluation
 from fuyou_cli.advice.planning import Outcome, Replanner, changes_that_help, command_of, plan_recipe, ways_to_be_faster
 from fuyou_cli.advice.rings import plan_ring, two_boxes
 from fuyou_cli.advice.room import check_export, check_output, room_of
@@ -49,13 +49,15 @@ def run_plan(
     ranks: int = 1,
 ) -> bool:
     """Plans, and returns whether the run fits. `hardware` describes a machine; without it, this one is planned for. `boxes`:
-    like it; `ranks`: on each, where a description has not several cards. Raises PlanError if there is no plan (with --json also
-    printed on stdout)."""
+    like it; `ranks`: on each, but a described GPU has one rank. Raises PlanError if there is no plan (with --json also printed
+    on stdout)."""
     notes, box = _Notes(), None if hardware is None else described_box(hardware)
     network = _network(box, boxes, link, ranks)
     options = [*([] if hardware is None else ["--hardware", hardware]), *["--dry-run"] * dry_run]
     if hardware is None:
         check_output(loaded.recipe)
+    if box is not None and ranks > 1 and network.ranks_per_box != ranks:
+        notes(f"note: train.nproc={ranks} is left out: each described card has one rank; name {ranks}, such as {ranks}xrtx4090")
     try:
         if network.ranks > 1:
             return _run_ring(loaded, box, network, notes, measured=not dry_run, json_output=json_output, verbose=verbose)
@@ -84,9 +86,9 @@ def _network(box: Box | None, boxes: int, link: str | None, ranks: int) -> Netwo
         raise UsageError(f"--boxes {boxes}: a plan is of 1 to {MOST_BOXES} boxes")
     if boxes == 1 and link is not None:
         raise UsageError(f"--link {link} connects boxes, and there is one", hint="add --boxes 2")
-    cards = ranks if box is None or box.machine.device == "cpu" else box.cards
+    ranks = ranks if box is None or box.machine.device == "cpu" else box.cards
     name = (link or ASSUMED_NAME) if boxes > 1 else ""
-    return Network(boxes=boxes, ranks_per_box=cards, link=parse_link(name) if name else ASSUMED_LINK, link_name=name)
+    return Network(boxes=boxes, ranks_per_box=ranks, link=parse_link(name) if name else ASSUMED_LINK, link_name=name)
 
 
 def parse_link(text: str) -> float:
@@ -111,7 +113,7 @@ def _run_ring(
     with TransferDisplay(status_console()) as progress:
         ring = plan_ring(loaded, box, network, measure=measured, count=measured, say=notes, progress=progress)
     facts = facts_of(ring.ranks[ring.slowest], ring.rooms[ring.slowest], described=box is not None)
-    facts = replace(facts, notes=tuple(notes.kept))
+    facts = replace(of_rank(facts, network.ranks_per_box), notes=tuple(notes.kept))
     if json_output:
         notes.write()
         write_json(ring_json(ring, facts))

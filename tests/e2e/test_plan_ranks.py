@@ -41,6 +41,10 @@ def test_boxes_share_the_model(fuyou: Callable[..., Command]) -> None:
     assert sorted(stages[0] + stages[1]) == list(range(BLOCKS + 3)) and all(stages)
     whole = run.json("--hardware", MACHINE)
     assert sum(rank["parameters"] for rank in ring["ranks"]) == whole["model"]["parameters"] and "ring" not in whole
+    assert shown["model"] == whole["model"] and shown["slowest"]["model"]["parameters"] < whole["model"]["parameters"]
+    flops = whole["tflops_6n"] / whole["tokens_per_second"]
+    assert shown["tflops_6n"] == pytest.approx(shown["tokens_per_second"] * flops)
+    assert shown["commits"]["lost"] == pytest.approx((shown["commits"]["every_steps"] + 1) * ring["step_seconds"])
     assert ring["alone_tokens_per_second"] == whole["tokens_per_second"]
     assert ring["speed_up"] == pytest.approx(shown["tokens_per_second"] / whole["tokens_per_second"])
     assert shown["run_seconds"] == pytest.approx(1000 * ring["step_seconds"])
@@ -56,8 +60,9 @@ def test_cards_of_one_box_share_its_memory(fuyou: Callable[..., Command]) -> Non
     run = fuyou()
     one, two = (run.json("--hardware", f"{cards}rtx4090,gen4,64GiB") for cards in ("", "2x"))
     assert two["ring"]["ranks_per_box"] == 2 and two["ring"]["link"] is None
-    assert two["plan"]["cpu_budget"] == one["plan"]["cpu_budget"] // 2
-    assert two["hardware"]["cores"] == 8 and two["hardware"]["store_read"] == one["hardware"]["store_read"] / 2
+    part = two["slowest"]
+    assert part["plan"]["cpu_budget"] == one["plan"]["cpu_budget"] // 2
+    assert part["hardware"]["cores"] == 8 and part["hardware"]["store_read"] == one["hardware"]["store_read"] / 2
 
 
 def test_a_recipe_names_the_ranks_of_this_machine(fuyou: Callable[..., Command]) -> None:
@@ -67,13 +72,17 @@ def test_a_recipe_names_the_ranks_of_this_machine(fuyou: Callable[..., Command])
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen(fuyou: Callable[..., Command], monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    run = fuyou()  # sets a width as well
     monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = fuyou()("plan", "recipe.yaml", "--hardware", MACHINE, "--boxes", "3")
+    code, out, _ = run("plan", "recipe.yaml", "--hardware", MACHINE, "--boxes", "3")
     said = " ".join(out.split())
     assert code == 0 and max(map(len, out.splitlines())) <= width
     for words in ("fits: 3 ranks on 3 boxes over 10GbE", "one such box with one rank", "1.18 GB/s each way", "Plan of rank"):
         assert words in said
     assert "embedding, " in said and "block" in said
+    assert said.count("a crash loses") == 1 and "tokens per step" in said and "to each of" not in said
+    left_out = "what is alike for all is left out, and "
+    assert (left_out in said) == (width < 96)
 
 
 def test_two_boxes_are_named_where_drives_bind(fuyou: Callable[..., Command]) -> None:
@@ -81,10 +90,10 @@ def test_two_boxes_are_named_where_drives_bind(fuyou: Callable[..., Command]) ->
     rates = dict.fromkeys(("store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write"), "100kB/s")
     Path("slow.yaml").write_text(f"parts: {MACHINE}\n" + "".join(f"{key}: {value}\n" for key, value in rates.items()))
     boxes = run.json("--hardware", "slow.yaml")["boxes"]
-    assert boxes["times"] == pytest.approx(2, abs=0.4) and "--boxes 2 --link 10GbE" in boxes["command"]
+    assert boxes["speed_up"] == pytest.approx(2, abs=0.4) and "--boxes 2 --link 10GbE" in boxes["command"]
     words = boxes["command"].split()[2:]
     again = run.json(*words[1:])["ring"]
-    assert again["speed_up"] == pytest.approx(boxes["times"], rel=0.1)
+    assert again["speed_up"] == pytest.approx(boxes["speed_up"], rel=0.1)
     _, out, _ = run("plan", "recipe.yaml", "--hardware", "slow.yaml")
     assert "two such boxes over 10GbE: " in " ".join(out.split())
 

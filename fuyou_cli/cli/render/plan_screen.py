@@ -218,7 +218,8 @@ def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         f"{io.read_depth} reads and {io.write_depth} writes in flight",
     ]
     rates = f"{dot.join(_known_rates(facts)) or 'none'} ({_source(facts)})"
-    return [("machine", dot.join([*name, *machine_in_words(hardware)])), ("rates", rates), ("engine", dot.join(engine))]
+    machine = [*name, *machine_in_words(hardware, ranks=max(1, facts.ranks_on_box))]
+    return [("machine", dot.join(machine)), ("rates", rates), ("engine", dot.join(engine))]
 
 
 def _known_rates(facts: RunFacts) -> list[str]:
@@ -375,11 +376,11 @@ def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:
         ("wear", wear_in_brief(facts)),
         ("next", _next(facts, fits=not problems)),
     ]
-    if facts.boxes is not None and not problems:
-        rows.append(("boxes", boxes_in_words(facts.boxes, facts.plan)))
     if not problems and _advised(facts):
         rows += [("or", _changed(outcome, facts)) for outcome in _advised(facts)[1:]]
         rows += [("try", facts.faster_command), *([("run", f"{facts.command} (as planned here)")] if facts.command else [])]
+    if facts.boxes is not None and not problems:
+        rows.append(("boxes", boxes_in_words(facts.boxes, facts.plan)))
     pairs(console, rows)
     for problem in problems[1:]:
         say(console, f"also: {problem}")
@@ -404,6 +405,8 @@ def _step(facts: RunFacts, shapes: Symbols) -> str:
         parts.append(f"{speed(facts.tokens / seconds)} tokens/s")
     if facts.left and facts.run_seconds:
         parts.append(f"{some(facts.left, 'step')} in {brief(facts.run_seconds)}")
+    if facts.ranks_on_box:
+        parts.append("of this rank alone, without waits for others")
     if rates:
         parts.append(f"at {', '.join(rates)} rates")
     return f" {shapes.dot} ".join(parts)
@@ -469,10 +472,10 @@ def boxes_in_words(boxes: TwoBoxes, plan: Plan) -> str:
     """Says what two boxes like the planned one would do, and what not."""
     why = f" ({'; '.join(boxes.remarks)})" if boxes.remarks else ""
     if not boxes.helps:
-        return f"two such boxes over {boxes.network.link_name} would be {boxes.times:.2g} times as fast: no gain{why}"
+        return f"two such boxes over {boxes.network.link_name} would be {boxes.speed_up:.2g} times as fast: no gain{why}"
     written = [gb(USUAL * size) for size in (boxes.written, plan.predicted.written_per_step)]
     return (
-        f"two such boxes over {boxes.network.link_name}: {speed(boxes.tokens_per_second)} tokens/s, {boxes.times:.1f}x, "
+        f"two such boxes over {boxes.network.link_name}: {speed(boxes.tokens_per_second)} tokens/s, {boxes.speed_up:.1f}x, "
         f"{written[0]} on a box instead of {written[1]} in {some(USUAL, 'step')}{why}: {boxes.command}"
     )
 
@@ -586,7 +589,7 @@ def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     """Returns speed, forward and backward, and what compute waits for; less for a plan that was not simulated."""
     predicted, step = facts.plan.predicted, facts.plan.predicted.step_seconds
     rows = []
-    if step > 0:
+    if step > 0 and not facts.ranks_on_box:
         counted = "active parameters" if facts.model.inactive_parameters else "parameters"
         six = f"6N: 6 {shapes.times} {counted} {shapes.times} tokens/s"
         six += f", frozen ones 4 {shapes.times}" if facts.model.frozen_parameters else ""
@@ -676,18 +679,22 @@ def show_traffic(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
     spared = [("spared", spared_in_words(facts.spared))] if facts.spared else []
-    pairs(console, [("commits", _commits(facts)), ("wear", wear_in_full(facts)), *spared, *map(_disk, facts.room.disks)])
+    wear = [] if facts.ranks_on_box else [("wear", wear_in_full(facts))]  # all ranks of a box write to its drives
+    pairs(console, [("commits", _commits(facts)), *wear, *spared, *map(_disk, facts.room.disks)])
 
 
 def _commits(facts: RunFacts) -> str:
     """Tells how often the run's state is committed, what that costs, and the most work that a crash loses."""
     plan, costs = facts.plan, commit_costs(facts.plan)
     places = f"two copies of {gb(sum(stage.pair.size for stage in plan.stages))}, written in turn"
+    if facts.ranks_on_box:
+        often = "only at the start and the end" if plan.commit_every is None else _every(plan.commit_every)
+        return f"{often}, as all ranks; {places}"
     if plan.commit_every is None:
         return f"only at the start and the end: a crash loses the whole run{_sooner(facts)}; {places}"
     if plan.commit_every == 1:
         return f"every step; a crash loses only the running step; {places}"
-    often = "every step" if plan.commit_every == 1 else f"every {plan.commit_every:,} steps"
+    often = _every(plan.commit_every)
     if costs is None or plan.predicted.step_seconds <= 0:
         return f"{often}; {places}"
     lost = costs.lost if facts.run_seconds is None else min(costs.lost, facts.run_seconds)
@@ -697,6 +704,10 @@ def _commits(facts: RunFacts) -> str:
     else:
         costs_words += f", commits take {100 * costs.time:.1f}% of the time and {100 * costs.written:.0f}% of the writes"
     return f"{often}: {costs_words}{_sooner(facts) if lost > LITTLE_LOST else ''}; {places}"
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps:,} steps"
 
 
 def _sooner(facts: RunFacts) -> str:
@@ -786,7 +797,7 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "kernels": facts.kernels or None,
         "evaluation": None if facts.evaluation is None else asdict(facts.evaluation),
         "sampling": None if facts.sampling is None else asdict(facts.sampling),
-        "model": {"name": plan.model, "stages": len(model.stages)} | {key: getattr(model, key) for key in _OF_MODEL},
+        "model": model_json(plan.model, model),
         "hardware": asdict(hardware),
         "hardware_digest": hardware.digest(),
         "assumed": hardware.measured == "assumed" or any(rate.origin == "assumption" for rate in origins),
@@ -816,6 +827,15 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "tried": None if facts.changes is None else facts.tried,
         "plan": asdict(plan),
     }
+
+
+def model_json(name: str, model: ModelSpec) -> dict[str, object]:
+    return {"name": name, "stages": len(model.stages)} | {key: getattr(model, key) for key in _OF_MODEL}
+
+
+def computed_per_step(plan: Plan) -> int:
+    """Returns the tokens that a step computes, with padding."""
+    return plan.numerics.tokens if plan.typical is None else plan.typical.computed
 
 
 def _room(room: Room) -> dict[str, object]:
@@ -852,7 +872,7 @@ def _speed(plan: Plan) -> dict[str, object]:
     simulated = predicted.step_seconds > 0
     return {
         "tokens_per_step": tokens,
-        "computed_per_step": plan.numerics.tokens if plan.typical is None else plan.typical.computed,
+        "computed_per_step": computed_per_step(plan),
         "tokens_per_second": tokens / predicted.step_seconds if simulated else None,
         "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if simulated else None,
     }

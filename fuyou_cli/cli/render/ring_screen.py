@@ -12,11 +12,11 @@ from rich.text import Text
 from fuyou_cli.advice.facts import USUAL, RunFacts
 from fuyou_cli.advice.rings import Ring
 from fuyou_cli.core.json_files import one_line
-from fuyou_cli.core.units import brief, count, gb, gib
+from fuyou_cli.core.units import brief, count, duration, gb, gib
 from fuyou_cli.spec.model import ModelSpec, StageSpec
 from fuyou_cli.training.prepare import Planned
 
-from .plan_screen import WIDE, plan_json, show_details
+from .plan_screen import SCHEMA_VERSION, WIDE, computed_per_step, model_json, plan_json, show_details
 from .theme import Symbols, heading, pairs, percent, rate, ruled, say, show, some, speed, symbols
 
 _NARROW = 6  # figures of a rank that a narrow console shows
@@ -61,7 +61,7 @@ def _answer(ring: Ring, facts: RunFacts, shapes: Symbols) -> list[tuple[str, str
     written = f"{gb(USUAL * ring.written_on_a_box())} written on the fullest box in {some(USUAL, 'step')}"
     if ring.alone is not None:
         written += f", {gb(USUAL * ring.alone.plan.predicted.written_per_step)} by one"
-    waits = f"{brief(min(ring.waits))} to {brief(max(ring.waits))}"
+    waits = " to ".join(dict.fromkeys(brief(seconds) for seconds in (min(ring.waits), max(ring.waits))))
     idle = f"{percent(ring.idle, 1.0)} of the step: ranks wait for one another, {waits}"
     sent = f"{gb(max(ring.timeline.sent))} sent by a rank in a step"
     if network.boxes > 1:
@@ -70,10 +70,20 @@ def _answer(ring: Ring, facts: RunFacts, shapes: Symbols) -> list[tuple[str, str
     return [
         ("step", f" {shapes.dot} ".join(parts)),
         ("idle", idle),
-        ("link" if network.boxes > 1 else "between", sent),
+        ("link" if network.boxes > 1 else "sent", sent),
+        ("commits", _commits(ring)),
         ("wear", written),
         *(("note", remark) for remark in ring.remarks()),
     ]
+
+
+def _commits(ring: Ring) -> str:
+    every = ring.ranks[0].plan.commit_every
+    if ring.work_lost is None or every is None:
+        return "only at the start and the end: a crash loses the whole run"
+    if every == 1:
+        return "every step; a crash loses only the running step"
+    return f"every {every:,} steps: a crash loses at most {duration(ring.work_lost)}"
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------------
@@ -81,11 +91,14 @@ def _answer(ring: Ring, facts: RunFacts, shapes: Symbols) -> list[tuple[str, str
 
 def _ranks(console: Console, ring: Ring, shapes: Symbols) -> None:
     """Prints what each rank computes and holds, in columns where they differ, the first of them on a narrow console."""
-    heading(console, "Ranks", "what is alike for all is left out; seconds are of a step")
     figures = _figures(ring)
     cells = {title: [of(rank) for rank in range(len(ring.ranks))] for title, of in figures.items()}
     differing = [title for title, values in cells.items() if len(set(values)) > 1]
     shown = differing if console.width >= WIDE else differing[:_NARROW]
+    left_out = "what is alike for all is left out"
+    if len(shown) < len(differing):
+        left_out += f", and {' and '.join(differing[_NARROW:])} on a narrow console"
+    heading(console, "Ranks", f"{left_out}; seconds are of a step")
     content = ruled(shapes, "rank", "stages", *shown, names=2)
     for rank, one in enumerate(ring.ranks):
         content.add_row(str(rank), Text(stages_in_words(one.model)), *(cells[title][rank] for title in shown))
@@ -124,7 +137,8 @@ def stages_in_words(model: ModelSpec) -> str:
 
 
 def ring_json(ring: Ring, facts: RunFacts) -> dict[str, object]:
-    """Returns the plan of the rank that others wait for most, with what all take in its place."""
+    """Returns what all ranks do together, and under `slowest` the plan of the rank that others wait for most, as it would be
+    without waits for them."""
     network = ring.network
     each = [
         {
@@ -144,11 +158,22 @@ def ring_json(ring: Ring, facts: RunFacts) -> dict[str, object]:
         }
         for rank, one in enumerate(ring.ranks)
     ]
-    return plan_json(facts) | {
+    first, plans = ring.ranks[0], [one.plan for one in ring.ranks]
+    return {
+        "schema_version": SCHEMA_VERSION,
         "fits": not ring.problems,
         "problems": ring.problems,
-        "tokens_per_second": ring.tokens_per_second,
+        "trainable": facts.refusal is None,
+        "refusal": facts.refusal,
+        "model": model_json(first.plan.model, first.whole),
+        "steps": facts.steps,
+        "done": facts.done,
         "run_seconds": None if facts.left is None else facts.left * ring.step_seconds,
+        "tokens_per_step": first.plan.step_tokens,
+        "computed_per_step": computed_per_step(first.plan),
+        "tokens_per_second": ring.tokens_per_second,
+        "tflops_6n": sum(plan.predicted.step_flops for plan in plans) / ring.step_seconds / 1e12,
+        "commits": {"every_steps": first.plan.commit_every, "lost": ring.work_lost},
         "ring": {
             "boxes": network.boxes,
             "ranks_per_box": network.ranks_per_box,
@@ -164,4 +189,5 @@ def ring_json(ring: Ring, facts: RunFacts) -> dict[str, object]:
             "remarks": ring.remarks(),
             "ranks": each,
         },
+        "slowest": plan_json(facts),
     }

@@ -165,9 +165,16 @@ def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2)
     show(console, grid, indent=indent)
 
 
-def machine_in_words(hardware: HardwareProfile) -> list[str]:
-    """Names the device, cores, RAM and disk of a machine."""
+def machine_in_words(hardware: HardwareProfile, *, ranks: int = 1) -> list[str]:
+    """Names the device, cores, RAM and disk of a machine, or of the part that each of several ranks has."""
     memory = f" {gib(hardware.device_memory)}" if hardware.device_memory else ""
+    if ranks > 1:
+        return [
+            f"each of {ranks} ranks: {hardware.device} ({hardware.device_name}){memory}",
+            some(hardware.cores, "core"),
+            f"{gib(hardware.ram_available)} RAM available",
+            f"{gb(hardware.disk_free)} of disk free",
+        ]
     return [
         f"{hardware.device} ({hardware.device_name}){memory}",
         f"{hardware.cores} cores",
