@@ -463,8 +463,11 @@ def waits_for_drives(plan: Plan) -> bool:
 
 
 def _worth(plan: Plan, outcomes: Iterable[Outcome]) -> list[Outcome]:
-    most = WORTH * per_token(plan)
-    return [outcome for outcome in outcomes if not outcome.problems and per_token(outcome.plan) <= most]
+    return [outcome for outcome in outcomes if not outcome.problems and _is_worth(plan, outcome.plan)]
+
+
+def _is_worth(plan: Plan, changed: Plan) -> bool:
+    return per_token(changed) <= WORTH * per_token(plan)
 
 
 def _kinds(prepared: Planned) -> Iterator[tuple[tuple[str, ...], ...]]:
@@ -486,11 +489,16 @@ def _kinds(prepared: Planned) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 def _quickly(elsewise: Replanner, keys: tuple[str, ...]) -> Outcome | None:
-    """Plans changed keys with the choice of the plan that is there, or as usual where that does not fit. More sweeps than one
-    may be there only for what a change makes small, so one is tried as well."""
+    """Plans changed keys with the choice of the plan that is there, or as usual where that does not fit; searches where the
+    usual plan would be faster but lacks room. More sweeps than one may be there only for what a change makes small, so one is
+    tried as well."""
     search = elsewise.prepared.found
     assert search is not None
     same = replace(search.best.candidate, norm_first=False)
     placed = (elsewise.with_keys(keys, candidate) for candidate in dict.fromkeys((same, replace(same, sweeps=1))))
     fitting = [outcome for outcome in placed if outcome is not None]
-    return min(fitting, key=lambda one: per_token(one.plan)) if fitting else elsewise.with_keys(keys, effort="usual")
+    if fitting:
+        return min(fitting, key=lambda one: per_token(one.plan))
+    usual = elsewise.with_keys(keys, effort="usual")
+    lacks_room = usual is not None and usual.problems and _is_worth(elsewise.prepared.plan, usual.plan)
+    return elsewise.with_keys(keys) if lacks_room else usual
