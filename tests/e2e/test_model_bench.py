@@ -76,6 +76,7 @@ def test_text_of_a_model_that_takes_images(new_project: NewProject, tmp_path: Pa
     assert point["tokens"] == 48, point
 
 
+@pytest.mark.slow  # twenty seconds of a core: what it has of its own, an adapter on nf4, other runs have too
 def test_an_adapter_on_quantised_experts(new_project: NewProject, tmp_path: Path) -> None:
     """Of a checkpoint in a format that is only read, with names of files that differ from the model's, and a tied head."""
     import transformers
