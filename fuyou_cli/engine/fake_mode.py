@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .operators import DEVICE_OF, device_of
+
 _aten = torch.ops.aten
-_device = torch.ops.prim.device.default
 _VIEWS = frozenset(
     (
         _aten.view.default, _aten._unsafe_view.default, _aten.select.int, _aten.slice.Tensor, _aten.transpose.int,
@@ -40,8 +41,8 @@ class RememberingMode(FakeTensorMode):
         return False  # nothing is compiled here, and each operator would pass two functions more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _device and not self.in_kernel_invocation:
-            return args[0].fake_device
+        if func is DEVICE_OF and not self.in_kernel_invocation:
+            return device_of(*args)
         kwargs = kwargs or {}
         if func in _VIEWS and not kwargs and self._is_own(args[0]):
             return self._view(func, *args)

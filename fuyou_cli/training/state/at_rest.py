@@ -323,7 +323,7 @@ def whole_store(folder: Path) -> SavedStore:
             f"{folder}: the stores of its ranks do not name the same stages", hint="put the folders of one run back"
         )
     same_stages = zip(*(share.manifest.stages for share in shares), strict=True)
-    stages = tuple(next((share for share in same if share.params), same[0]) for same in same_stages)
+    stages = tuple(next((stage for stage in same if stage.params), same[0]) for same in same_stages)
     written = sum(share.manifest.written_total for share in shares)
     joined = replace(shares[0].manifest, stages=stages, written_total=written)
     return replace(shares[0], manifest=joined, shares=tuple(shares))
