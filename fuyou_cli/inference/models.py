@@ -24,6 +24,7 @@ from fuyou_cli.engine.anatomy import Anatomy, Slotted, dissect, whole_in_place
 from fuyou_cli.engine.cutting import cut_experts, cut_vocabulary, resolved_rows
 from fuyou_cli.engine.devices.cuda import free_memory
 from fuyou_cli.engine.forward_only import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
+from fuyou_cli.engine.processor import slow_bfloat16
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build, load_config
 from fuyou_cli.recipe.schema import MemoryLimit
 from fuyou_cli.spec.model import InPlace, Piece
@@ -215,6 +216,8 @@ def open_for_inference(
     Raises PlanError if `memory` is too little, UsageError for weights that do not fit the model or a store in use.
     """
     dtype, anatomy, pages = TORCH_DTYPE[found.dtype], found.anatomy, None
+    if say is not None and (slow := slow_bfloat16(found.dtype, "cpu" if device is None else device.type)):
+        say(f"note: {slow}: compute in float32, by --dtype float32 or precision.compute=float32")
     with ExitStack() as stack:
         check: Callable[[], None] | None = None  # a folder's bytes have no checksums
         if found.store is None:

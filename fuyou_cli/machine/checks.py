@@ -16,7 +16,7 @@ from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.paths import scratch_folder
 from fuyou_cli.core.units import MiB, gb, gib
-from fuyou_cli.engine.processor import has_fast_bfloat16
+from fuyou_cli.engine.processor import slow_bfloat16
 
 from . import drives
 
@@ -79,8 +79,8 @@ def _package(name: str) -> Check:
         return Check("torch", f"{version} does not import: {error}", "reinstall it", is_problem=True)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     shown = f"{version}, {build}, {torch.get_num_threads()} threads"
-    slow = "without AVX-512 bfloat16 is slow on the CPU: precision.compute=float32 is several times faster"
-    return Check("torch", shown, "" if has_fast_bfloat16() else slow)
+    slow = slow_bfloat16("bfloat16", "cpu")
+    return Check("torch", shown, f"{slow}: to train on it, add precision.compute=float32" if slow else "")
 
 
 def _gpu() -> Iterator[Check]:

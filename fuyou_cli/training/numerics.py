@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
-from ..engine.processor import has_fast_bfloat16
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelFacts, ModelSpec
 from ..spec.plan import Numerics
@@ -325,12 +324,6 @@ def check_lanes(model: ModelSpec, numerics: Numerics) -> None:
         raise UsageError(
             f"train.lanes: {trained[0]} is trained, and lanes are of what is between embedding and head", hint=hint
         )
-
-
-def note_slow_products(recipe: Recipe, device: str, say: Callable[[str], None]) -> None:
-    """Says where products of bfloat16 matrices are slow: torch has fast ones for processors with AVX-512 or better only."""
-    if device == "cpu" and recipe.precision.compute == "bfloat16" and not has_fast_bfloat16():
-        say("note: without AVX-512 a processor computes bfloat16 slowly; precision.compute=float32 is several times faster")
 
 
 def check_tokens(recipe: Recipe, vocabulary: int, summary: DataSummary) -> None:

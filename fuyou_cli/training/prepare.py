@@ -20,13 +20,14 @@ from ..checkpoint.hub import Hub, Progress, has_tokenizer
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import folder
 from ..core.units import count
+from ..engine.processor import slow_bfloat16
 from ..spec.hardware import HardwareProfile
 from ..spec.model import InPlace, ModelSpec
 from ..spec.plan import Plan
 from .adapting import as_started, check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
-from .numerics import check_positions, check_tokens, note_slow_products
+from .numerics import check_positions, check_tokens
 from .state.at_rest import SavedStore
 from .state.manifest import Change, Manifest, Untouched, newest, written_at
 from .state.recovery import saved_by_all
@@ -373,8 +374,8 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
     if facts.untouched:
         size = count(facts.untouched_parameters)
         say(f"note: only text is trained: {', '.join(facts.untouched)} ({size} parameters) stay as they are, in exports too")
-    if resolved.to_run:
-        note_slow_products(recipe, device, say)
+    if resolved.to_run and (slow := slow_bfloat16(recipe.precision.compute, device)):
+        say(f"note: {slow}: add precision.compute=float32")
     if not resolved.to_run and resolved.manifest is None:
         _look_at_weights(recipe, known, resolved.model_dir, say)
     in_place = in_place_of(resolved, known, device, say)

@@ -15,6 +15,7 @@ from drawn import every
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.data import sandbox
+from fuyou_cli.engine.processor import has_fast_bfloat16
 
 from .conftest import WholeOf, write_llama
 from .running import exported
@@ -66,6 +67,9 @@ def test_a_file_a_store_and_one_prompt(whole: WholeOf, tmp_path: Path, capsys: p
     assert "that is all" in alone.err and "tokens/s" in alone.err
     assert fuyou("generate", run.store, "--prompt", PROMPTS[1], "--max-new-tokens", "10", "--json") == 0
     assert json.loads(capsys.readouterr().out)["generated"] == alone.out.removesuffix("\n")
+    assert "AVX-512" not in alone.err
+    assert fuyou("generate", run.store, "--prompt", PROMPTS[0], "--max-new-tokens", "1", "--dtype", "bfloat16") == 0
+    assert ("without AVX-512" in capsys.readouterr().err) == (not has_fast_bfloat16())
 
 
 def with_settings(materials: Path, folder: Path, settings: dict[str, Any]) -> Path:
