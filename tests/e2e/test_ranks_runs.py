@@ -17,11 +17,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from proof.nursery import Child
 
 from fuyou_cli.machine.profile import core_count, usable_memory
 from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import HANGS, NewProject, Project, write_llama
+from .conftest import ended as run_ended
 
 STEPS = 40
 ENDS = 5.0  # seconds in which ranks end that have lost a peer or their launcher
@@ -56,6 +58,19 @@ def started(project: Project, *words: str | Path, **variables: str) -> Iterator[
             _kill(pid)
         process.kill()
         process.communicate()
+
+
+def two_ranks(project: Project, *words: str) -> Child:
+    """Begins two ranks without a launcher: the first one forks the other, so that neither has anything to import."""
+    variables = f"WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='{free_port()}'"
+    first = f"import os\nrank = '01'[not os.fork()]\nos.environ.update(RANK=rank, LOCAL_RANK=rank, {variables})\n"
+    return project.begin("finetune", project.recipe, "--assume-rates", *words, first=first)
+
+
+def forked_by(pid: int) -> int:
+    """The one process that a process has begun."""
+    (child,) = (int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split())
+    return child
 
 
 def fuyou(project: Project, *words: str | Path) -> tuple[str | Path, ...]:
@@ -121,9 +136,9 @@ def assert_alike(ours: Project, theirs: Project, exported: str = "model") -> Non
 
 
 def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project]) -> None:
-    """`fuyou finetune --nproc 2`, of which a rank is killed, then the launcher, and torchrun for each: exports, states, losses
-    of one process, bit for bit."""
-    one, ranks, torchrun = map(project, ("one", "ranks", "torchrun"))
+    """`fuyou finetune --nproc 2`, of which a rank is killed, then the launcher: exports, states, losses of one process, bit for
+    bit."""
+    one, ranks = map(project, ("one", "ranks"))
     done = one.fuyou("finetune", one.recipe, "--assume-rates")
     assert done.returncode == 0, done.stderr
 
@@ -157,12 +172,25 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
     reported = ranks.done("report", ranks.out).stdout
     assert "by the stores of 2 ranks" in reported and f"rank 1 on {socket.gethostname()}" in reported
 
+    verified = ranks.fuyou("verify", ranks.out)
+    assert verified.returncode == 0 and verified.stdout.count("all checksums match") >= 2, verified.stdout
+    exported = ranks.fuyou("export", ranks.recipe, ranks.folder / "again")
+    assert exported.returncode == 0, exported.stderr
+    assert files_of(ranks.folder / "again") == files_of(one.out / "model")
+    assert "bringing the state after step 40" in ranks.done("finetune", ranks.recipe).stderr
+    assert_alike(ranks, one)
+
+
+@pytest.mark.slow  # `scripts/prove_boxes.py` does it on two boxes
+def test_torchrun_on_each_box_ends_as_one_process_does(project: Callable[[str], Project]) -> None:
+    """The command of README for each of two boxes, whose stores are not beside one another."""
+    one, torchrun = map(project, ("one", "torchrun"))
+    one.done("finetune", one.recipe, "--assume-rates")
     with two_torchruns(torchrun, "offload.max_memory.cpu=auto") as boxes:
         for box in boxes:
             ended(box)
     assert_alike(torchrun, one)
     assert 0.42 * usable_memory() < budget(torchrun) < 0.46 * usable_memory(), "not a half of what one process would take"
-    # their stores are not beside one another
     shutil.rmtree(torchrun.out / "model")
     assert torchrun.done("verify", torchrun.out).stdout.count("all checksums match") >= 2
     torchrun.done("export", torchrun.out, torchrun.folder / "again", "--dtype", "float32")
@@ -177,14 +205,9 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
     assert "that of rank 1 is not in" in refused.stderr and str(torchrun.folder / "drive1") in refused.stderr
     away.rename(torchrun.folder / "drive1")
 
-    verified = ranks.fuyou("verify", ranks.out)
-    assert verified.returncode == 0 and verified.stdout.count("all checksums match") >= 2, verified.stdout
-    exported = ranks.fuyou("export", ranks.recipe, ranks.folder / "again")
-    assert exported.returncode == 0, exported.stderr
-    assert files_of(ranks.folder / "again") == files_of(one.out / "model")
-    for project, words in ((ranks, ()), (torchrun, (f"offload.dir={torchrun.folder / 'drive0'}",))):
-        assert "bringing the state after step 40" in project.done("finetune", project.recipe, *words).stderr
-        assert_alike(project, one)
+    words = (f"offload.dir={torchrun.folder / 'drive0'}",)
+    assert "bringing the state after step 40" in torchrun.done("finetune", torchrun.recipe, *words).stderr
+    assert_alike(torchrun, one)
 
 
 def test_replicas_of_an_adapter_end_as_one_process_does(project: Callable[[str], Project]) -> None:
@@ -201,20 +224,19 @@ def test_replicas_of_an_adapter_end_as_one_process_does(project: Callable[[str],
     one, several = map(project, ("one", "several"))
     one.done("finetune", one.recipe, "--assume-rates", *words)
 
-    with started(several, *fuyou(several, "--nproc", "2", *words)) as launcher:
-        until_step(several, 5)
-        (store,) = (several.out / "store").iterdir()  # the other replica's has no name
-        _kill(ranks_of(launcher.pid)[1])
-        begun = time.monotonic()
-        out, _ = launcher.communicate(timeout=HANGS)
-        assert time.monotonic() - begun < ENDS, out
-        assert launcher.returncode == 1 and f"rank 1 on {socket.gethostname()} was lost" in out, out
-        assert "2 replicas of the model, each for 1 of 2 lanes of the rows" in out, out
-    with started(several, *fuyou(several, *words)) as alone:
-        until_step(several, max(several.losses()) + 5)
-        _kill(alone.pid)
-    with started(several, *fuyou(several, "--nproc", "2", *words)) as launcher:
-        assert "resuming after step" in ended(launcher)
+    both = two_ranks(several, *words)
+    until_step(several, 5)
+    (store,) = (several.out / "store").iterdir()  # the other replica's has no name
+    _kill(forked_by(both.pid))
+    end = run_ended(both, within=ENDS)
+    assert end.returncode == 1 and f"rank 1 on {socket.gethostname()} was lost" in end.stderr, end
+    assert "2 replicas of the model, each for 1 of 2 lanes of the rows" in end.stderr, end
+    alone = several.begin("finetune", several.recipe, "--assume-rates", *words)
+    until_step(several, max(several.losses()) + 5)
+    alone.kill()
+    assert alone.wait().code == -signal.SIGKILL
+    end = run_ended(two_ranks(several, *words))
+    assert end.returncode == 0 and "resuming after step" in end.stderr, end
     assert_alike(several, one, "adapter")
     assert (several.out / "best" / "adapter_model.safetensors").is_file()
     assert list((several.out / "store").iterdir()) == [store]
@@ -331,25 +353,22 @@ def test_a_rank_that_trains_nothing_commits_with_the_others(project: Callable[[s
     one, two = project("one"), project("two")
     words = ("freeze=[model.*]",)
     one.done("finetune", one.recipe, "--assume-rates", *words)
-    with started(two, *fuyou(two, "--nproc", "2", *words)) as launcher:
-        out, _ = launcher.communicate(timeout=HANGS)
-    assert launcher.returncode == 0, out
+    end = run_ended(two_ranks(two, *words))
+    assert end.returncode == 0, end
     assert_alike(two, one)
 
 
 def test_the_newer_run_is_the_recipes(project: Callable[[str], Project]) -> None:
     """A run that was given up for one of another number of processes is not taken for it."""
     ranks = project("ranks")
-    with started(ranks, *fuyou(ranks, "--nproc", "2", "train.max_steps=2")) as launcher:
-        ended(launcher)
+    assert run_ended(two_ranks(ranks, "train.max_steps=2")).returncode == 0
     ranks.done("finetune", ranks.recipe, "--assume-rates", "train.max_steps=3", "checkpoint.resume=never")
     (alone,) = (folder for folder in (ranks.out / "store").iterdir() if not folder.name.endswith("of2"))
     written = ranks.done("export", ranks.recipe, ranks.folder / "again", "export.dtype=float32")
     assert files_of(ranks.folder / "again") == files_of(ranks.out / "model"), written.stderr
     assert "already finished" in ranks.done("finetune", ranks.recipe, "train.max_steps=3").stderr
-    with started(ranks, *fuyou(ranks, "--nproc", "2", "train.max_steps=3")) as launcher:
-        out, _ = launcher.communicate(timeout=HANGS)
-    assert launcher.returncode == 0 and f"bringing the state after step 3 from {alone}" in out, out
+    end = run_ended(two_ranks(ranks, "train.max_steps=3"))
+    assert end.returncode == 0 and f"bringing the state after step 3 from {alone}" in end.stderr, end
     assert not alone.exists()
 
 
