@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,13 @@ class FaultyDrive:
         new = self.rules.with_suffix(".new")
         new.write_text("".join(f"{line}\n" for line in lines))
         new.replace(self.rules)
+
+    def left(self) -> list[Path]:
+        """Lists all behind it, once it has heard of the end of what was removed while it was open: that comes after `close`."""
+        until = time.monotonic() + 10
+        while any(self.behind.rglob(".fuse_hidden*")) and time.monotonic() < until:
+            time.sleep(0.02)
+        return sorted(self.behind.rglob("*"))
 
     def lose(self) -> None:
         """Ends the server: the mount stays, and each use of it is answered with ENOTCONN."""

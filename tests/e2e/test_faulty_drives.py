@@ -370,12 +370,12 @@ def test_what_is_hidden_while_it_is_open_is_waited_for(drive: FaultyDrive, new_p
     drive.fault(*WITHOUT, "RELEASE * -200")
     code, out, err = command(new_project("project"))("doctor", "--dir", str(drive.path))
     assert code == 0, out + err
-    assert "not empty" not in out + err and not any(drive.behind.iterdir())
+    assert "not empty" not in out + err and drive.left() == []
     with new_store([drive.path], 1 << 22) as (_, store):
         (held,) = (path for path in drive.path.rglob("store.bin"))
         held.unlink()  # the store has it open
         assert store.size == 1 << 22 and any(drive.path.rglob(".fuse_hidden*"))
-    assert not any(drive.behind.iterdir())
+    assert drive.left() == []
     drive.fault(*WITHOUT, "RMDIR fuyou-bench-* EBUSY")
     with pytest.raises(FuyouError, match=r"cannot remove .*busy") as refused, scratch_folder(drive.path):
         pass
@@ -506,4 +506,4 @@ def test_a_store_that_cannot_be_made_leaves_nothing(new_project: NewProject, dri
             train(project)
         assert refused.value.hint, fault
         drive.fault(*WITHOUT)
-        assert [path for path in drive.behind.rglob("*") if path.is_file() and path.name != ".part.new"] == [], fault
+        assert [path for path in drive.left() if path.is_file() and path.name != ".part.new"] == [], fault
