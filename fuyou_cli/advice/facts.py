@@ -23,6 +23,7 @@ from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.recipe.schema import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.network import Network
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.length import loaded, steps_within_writes
 from fuyou_cli.training.prepare import Planned
@@ -83,7 +84,8 @@ class RunFacts:
     may_compile: bool = False  # blocks are not compiled, but may be, and that is known to be faster
     evaluation: EvaluationCost | None = None  # None if the recipe evaluates nothing, or nothing was simulated
     sampling: SamplingCost | None = None  # the same for fixed prompts
-    ranks_on_box: int = 0  # where this is a rank's plan, whose step is without waits for others; 0: nothing waits for others
+    ranks_on_box: int = 0  # where this is a rank's plan; 0: nothing waits for others
+    network: Network | None = None  # over which the step of a rank's plan is that of all; None: it is without waits for others
     best_bytes: int = 0  # of the best weights, written anew at each lower loss; 0 if they are not kept
 
     @property
@@ -102,9 +104,9 @@ class RunFacts:
 
     @property
     def run_seconds(self) -> float | None:
-        """Returns the seconds of all steps still to do; None for a rank, whose own step tells nothing of them. Drives that slow
+        """Returns the seconds of all steps still to do; None for a rank whose own step tells nothing of them. Drives that slow
         down are fast for the first ones."""
-        if self.left is None or self.ranks_on_box:
+        if self.left is None or (self.ranks_on_box and self.network is None):
             return None
         if self.plan.sustained and self.region is not None:
             return self.region.seconds(self.left)
@@ -165,9 +167,10 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
     )
 
 
-def of_rank(facts: RunFacts, ranks_on_box: int) -> RunFacts:
-    """Returns the facts of a rank's plan without those that only the step of all ranks tells."""
-    return replace(facts, ranks_on_box=ranks_on_box, region=None, endings=(), sooner=None)
+def of_rank(facts: RunFacts, ranks_on_box: int, network: Network | None = None) -> RunFacts:
+    """Returns the facts of a rank's plan without those that only plans of all ranks tell. `network`: over which its step is
+    that of all ranks (`with_waits`)."""
+    return replace(facts, ranks_on_box=ranks_on_box, network=network, region=None, endings=(), sooner=None)
 
 
 def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | None) -> RunFacts:
@@ -269,6 +272,8 @@ def beside_plan(
         return report
     model, hardware, plan = planned.model, planned.hardware, planned.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
+    if planned.ring is not None:
+        step = replace(step, stalls=plan.predicted.stalls)  # with the waits for other ranks
     if are_busy(others_cores):
         say(f"note: other programs used {others_cores:.1f} cores during the run, so steps took longer than needed")
     assumed = hardware.measured == "assumed"
@@ -307,6 +312,7 @@ def promises(planned: Planned) -> dict[str, object]:
         "weights_left": weights_left(planned.model, plan, plan_schedule(planned.model, plan).visits),
         "commit_every": plan.commit_every,
         "choice": placed_in_words(plan, planned.model),
+        **({} if planned.ring is None else {"network": asdict(planned.ring.network)}),
     }
 
 

@@ -23,7 +23,7 @@ from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.length import sampled_epoch
 from fuyou_cli.training.loggers import LoggedRun, Loggers, Trace, libraries
 from fuyou_cli.training.peers import place_of
-from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
+from fuyou_cli.training.plan_step import plan, plan_downloaded, settle, with_waits
 from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run_folders import claimed, note_of_an_earlier_run
@@ -143,8 +143,9 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool, pe
             epoch = sampled_epoch(inspected.recipe, inspected.tokenizer_dir, say) if is_new else None
             planned = plan(inspected, *machine, epoch=epoch, say=say)
             _refuse_unfit(loaded, planned)
+            shown = with_waits(planned)
             if planned.manifest is None:
-                _show(loaded, planned)
+                _show(loaded, shown)
             fetched = plan_downloaded(fetch(planned, say=say, progress=progress), *machine, say=say)
             tokenised = tokenise(fetched, say=say, accept_changes=accept_changes)
             if peers is not None:
@@ -153,12 +154,13 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool, pe
                 refuse_unlike_data(tokenised, peers)
         ready = settle(tokenised, *machine_here(loaded, inspected, say=say))
         _refuse_unfit(loaded, ready.planned)
+        ready = replace(ready, planned=with_waits(ready.planned))
     except PlanError as error:
         error.hint = error.hint or _advice(loaded)
         raise
     evaluated = [len(rows) for rows in ready.evaluated.values()]
     if planned.manifest is None:
-        _show_changes(loaded, planned, ready.planned, evaluated)
+        _show_changes(loaded, shown, ready.planned, evaluated)
     else:
         _show(loaded, ready.planned, evaluated)
     _show_data(tokenised.rows.summary)
@@ -190,7 +192,7 @@ def _show(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | Non
 def _facts(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | None) -> RunFacts:
     facts = with_evaluation(facts_of(planned, room_of(planned)), planned, evaluated)
     if (peers := planned.peers) is not None and not peers.are_replicas:
-        facts = of_rank(facts, peers.local_count)
+        facts = of_rank(facts, peers.local_count, peers.network)
     return replace(facts, advice=_advice(loaded))
 
 

@@ -184,11 +184,13 @@ class Rank:
         os._exit(code)
 
     def meet(self) -> None:
-        """Compares recipes, and learns which other ranks compute on the same GPU. Call it inside the context: a peer may be
-        lost meanwhile. Raises UsageError."""
+        """Compares recipes, measures the link between boxes, and learns which other ranks compute on the same GPU. Call it
+        inside the context: a peer may be lost meanwhile. Raises UsageError."""
         from fuyou_cli.training.alike import refuse_unlike_recipe
 
         refuse_unlike_recipe(self._recipe, self.peers)
+        if not self.peers.are_replicas:  # whose plan counts no link
+            self.peers.measure_link()
         self.peers.share_card(self._card)
 
     def may_write(self, out: Path) -> None:

@@ -1,15 +1,16 @@
-"""Defines `Network`: what connects the ranks of a run, as it is described. Nothing of it is measured."""
+"""Defines `Network`: what connects the ranks of a run, as it is described, or measured where ranks join."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Assumptions. Of an Ethernet's bits TCP delivers 94 % with packets of 1,500 bytes, and a message takes a tenth of a millisecond
 # through both hosts' kernels and a switch. Ranks on one box send through its loopback: every byte is copied four times.
 PAYLOAD, LATENCY = 0.94, 1e-4
 WITHIN_BOX, WITHIN_LATENCY = 3e9, 3e-5
-ASSUMED_NAME, ASSUMED_LINK = "10GbE", 10e9 / 8 * PAYLOAD  # where none is described
+ASSUMED_NAME, ASSUMED_LINK = "10GbE", 10e9 / 8 * PAYLOAD  # where none is described or measured
+MEASURED_NAME = "measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,13 @@ class Network:
         if alike and boxes.count(boxes[-1]) == each:
             return cls(boxes=count // each, ranks_per_box=each)
         return cls(boxes=count)
+
+    @property
+    def assumed(self) -> Network:
+        """Returns the network with the link that is assumed where this one's was measured: what results depend on may not
+        depend on that."""
+        is_measured = self.link_name == MEASURED_NAME
+        return replace(self, link=ASSUMED_LINK, latency=LATENCY, link_name="") if is_measured else self
 
     @property
     def ranks(self) -> int:

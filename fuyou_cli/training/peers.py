@@ -148,14 +148,17 @@ class Peers:
         self.ranks, self.exchange, self._farewells = _joined_gloo(
             place, self._store, self.hosts, one_box=self.local_count == self.count
         )
+        self.network = Network.between(self.boxes)  # what connects the ranks, as all of them take it to be
         self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
         for thread in self._watches:
             thread.start()
 
-    @property
-    def network(self) -> Network:
-        """Returns what connects the ranks, as plans take it to be. It is the same on every rank."""
-        return Network.between(self.boxes)
+    def measure_link(self) -> None:
+        """Measures what connects the boxes, by which stages are dealt and steps predicted. All ranks call it. Raises
+        PeerLost."""
+        from ..engine.link_rates import measured_network
+
+        self.network = measured_network(self.ranks, self.network)
 
     def share_card(self, card: str | None) -> None:
         """Learns how many ranks of this box compute on the same GPU. `card`: which one this rank has taken; None: none."""

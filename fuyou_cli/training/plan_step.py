@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
+from ..core.json_files import from_json
 from ..planner.candidate import Candidate, may_measure_first
-from ..planner.commit_interval import with_longer_steps
+from ..planner.commit_interval import COMMITS, with_longer_steps
 from ..planner.dealing import chain_seconds, fastest_deal
 from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..planner.ring import check_owners
 from ..planner.run_planner import Effort, RunPlanner
+from ..planner.simulated_ring import RankPlan, simulate_ring
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
 from ..spec.network import Network
-from ..spec.plan import Numerics, Tier
+from ..spec.plan import Numerics, Plan, Tier
 from .known_model import KnownModel, traced
 from .length import Epoch, steps_of
 from .numerics import (
@@ -235,6 +237,30 @@ def settle(
     return replace(ready, planned=planned(None))
 
 
+def with_waits(planned: Planned) -> Planned:
+    """Returns the plan of a rank with the step of all ranks over their link, in place of its own without waits for them. All
+    ranks call it."""
+    if (peers := planned.ring) is None:
+        return planned
+    mine = [asdict(planned.hardware), asdict(planned.plan)]
+    ranks = [
+        RankPlan(
+            model=planned.whole.of_rank(planned.model.owners, rank),
+            hardware=from_json(HardwareProfile, hardware),
+            plan=from_json(Plan, plan),
+        )
+        for rank, (hardware, plan) in enumerate(peers.all_gather("plans", mine))
+    ]
+    timeline, commit = simulate_ring(ranks, peers.network), max(rank.plan.predicted.commit_seconds for rank in ranks)
+    step, own, plan = timeline.step_seconds, timeline.ranks[peers.rank], planned.plan
+    each = commit / plan.commit_every if plan.has_apart_commits and plan.commit_every else 0.0
+    stalls = {**own.stalls, COMMITS: each} if each else own.stalls
+    predicted = replace(
+        plan.predicted, step_seconds=step + each, forward_seconds=own.forward_seconds, stalls=stalls, commit_seconds=commit
+    )
+    return replace(planned, plan=replace(plan, predicted=predicted))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
     """Says whose plan is made among several ranks. `alike`: None if this rank chooses it for all; `on_box`: ranks that share
@@ -368,11 +394,13 @@ class _Planner:
             return saved.share.owners
         return fastest_deal(model, self._hardware, asked, seat.network) if seat.alike is None else seat.alike.owners
 
-    def chain_seconds(self, numerics: Numerics) -> float:
-        """Estimates the step of all ranks with such micro-batches if compute and the network bind."""
+    def chain_seconds(self, numerics: Numerics, *, chooses: bool = False) -> float:
+        """Estimates the step of all ranks with such micro-batches if compute and the network bind. `chooses`: the numerics, so
+        that nothing measured of the network may tell."""
         assert self._seat is not None
         _, asked = self._request(numerics)
-        return chain_seconds(self._specified(numerics), self._hardware, asked, self._seat.network)
+        network = self._seat.network.assumed if chooses else self._seat.network
+        return chain_seconds(self._specified(numerics), self._hardware, asked, network)
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe
@@ -433,7 +461,7 @@ class _Planner:
             fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
             if effort == "usual":
                 is_bound = plan.predicted.bottleneck != "compute"
-            longest = self.chain_seconds(asked.numerics) if is_ring else 0.0
+            longest = self.chain_seconds(asked.numerics, chooses=True) if is_ring else 0.0
             return max(longest, plan.predicted.step_seconds) if fits else None
 
         is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[0].stages)

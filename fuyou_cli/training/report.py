@@ -171,6 +171,7 @@ class RankFigures:
     written_total: int
     ram_peak: int
     waits: dict[str, Seconds]  # cause -> seconds per step, median
+    ram_planned: int = 0  # 0: not logged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,11 +207,11 @@ class RunReport:
         """Returns the bytes that all ranks have written to their stores."""
         return sum(rank.written_total for rank in self.ranks) or self.written_total
 
-    def of_rank(self, host: str) -> RankFigures:
+    def of_rank(self, host: str, ram_planned: int) -> RankFigures:
         """Returns the figures of the rank whose report this is."""
         return RankFigures(
             host=host, read_per_step=self.read_per_step, written_per_step=self.written_per_step,
-            written_total=self.written_total, ram_peak=self.ram_peak, waits=self.waits,
+            written_total=self.written_total, ram_peak=self.ram_peak, waits=self.waits, ram_planned=ram_planned,
         )  # fmt: skip
 
 

@@ -497,7 +497,7 @@ class Run:
         )
         if (peers := self._peers) is None:
             return report
-        told = peers.all_gather("figures", asdict(report.of_rank(peers.hosts[peers.rank])))
+        told = peers.all_gather("figures", asdict(report.of_rank(peers.hosts[peers.rank], self.plan.predicted.cpu_peak)))
         return replace(report, ranks=tuple(from_json(RankFigures, one) for one in told))
 
 

@@ -150,6 +150,7 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
         assert time.monotonic() - begun < ENDS, out
         assert launcher.returncode == 1
         assert f"rank 1 on {socket.gethostname()} was lost" in out, out
+        assert "of all ranks" in " ".join(out.split()), "the step that is shown counts waits for others"
 
     with started(ranks, *fuyou(ranks, "--nproc", "2")) as launcher:
         until_step(ranks, max(ranks.losses()) + 5)
@@ -167,6 +168,7 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
 
     figures = json.loads((ranks.out / "log.jsonl").read_text().splitlines()[-1])["ranks"]
     assert len(figures) == 2 and all(rank["written_per_step"] > 0 for rank in figures)
+    assert all(0 < rank["ram_peak"] <= rank["ram_planned"] for rank in figures)
     written = [manifests.read(path.parent).written_total for path in ranks.folder.rglob(manifests.NAME)]  # type: ignore[union-attr]
     assert sorted(rank["written_total"] for rank in figures) == sorted(written)
     reported = ranks.done("report", ranks.out).stdout

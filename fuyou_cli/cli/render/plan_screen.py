@@ -25,6 +25,7 @@ from fuyou_cli.planner.commit_interval import LITTLE_LOST, commit_costs
 from fuyou_cli.planner.memory import phase_peaks
 from fuyou_cli.planner.run_planner import FastRegion
 from fuyou_cli.spec.model import ModelSpec, Rule, StageSpec
+from fuyou_cli.spec.network import Network
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier
 from fuyou_cli.training.state.resume import REFUSED
 
@@ -373,6 +374,7 @@ def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     rows = [
         ("step", _step(facts, shapes)),
         ("bottleneck", _bottleneck(facts.plan)),
+        *([("link", _link(facts.network))] if facts.network is not None and facts.network.boxes > 1 else []),
         ("wear", wear_in_brief(facts)),
         ("next", _next(facts, fits=not problems)),
     ]
@@ -406,10 +408,14 @@ def _step(facts: RunFacts, shapes: Symbols) -> str:
     if facts.left and facts.run_seconds:
         parts.append(f"{some(facts.left, 'step')} in {brief(facts.run_seconds)}")
     if facts.ranks_on_box:
-        parts.append("of this rank alone, without waits for others")
+        parts.append("of this rank alone, without waits for others" if facts.network is None else "of all ranks")
     if rates:
         parts.append(f"at {', '.join(rates)} rates")
     return f" {shapes.dot} ".join(parts)
+
+
+def _link(network: Network) -> str:
+    return f"{rate(network.link)} each way between boxes, {1e3 * network.latency:.2g} ms ({network.link_name})"
 
 
 def _bottleneck(plan: Plan) -> str:

@@ -323,7 +323,8 @@ def ranks(report: RunReport) -> Pairs:
         others = sum(seconds for cause, seconds in rank.waits.items() if of_other_ranks(cause))
         moved = f"{gb(rank.read_per_step)} read and {gb(rank.written_per_step)} written per step"
         waited = f"compute waited {brief(others)} of each step for other ranks"
-        rows.append((f"rank {number} on {rank.host}", f"{moved}, {waited}, peak RAM {gib(rank.ram_peak)}"))
+        planned = f", planned {gib(rank.ram_planned)}" if rank.ram_planned else ""
+        rows.append((f"rank {number} on {rank.host}", f"{moved}, {waited}, peak RAM {gib(rank.ram_peak)}{planned}"))
     return rows
 
 
