@@ -4,11 +4,12 @@
     sudo python scripts/prove_boxes.py --work DIR
     a quarter of an hour on two cores; to try the script itself: --shape 1m --rows 8 --steps 6
 
-A box is a network namespace with a host name and a memory group of its own; a pair of veth interfaces, held at a rate by
-`tc tbf`, is the link. One process, `--nproc 2` and torchrun on both boxes must end with the same states and losses, to the last
-bit, each rank in a group of exactly its budget. A link that is cut must end both ranks within `train.peer_timeout`, each with
-an error that names the other's rank and host. Steps over links of 0.5 and 1.3 of what is needed are measured. Without root one
-line says so.
+A box is a network namespace with a host name, a memory group and cores of its own; a pair of veth interfaces, held at a rate
+by `tc tbf`, is the link. One process, `--nproc 2` and torchrun on both boxes must end with the same states and losses, to the
+last bit. A link that is cut must end both ranks within `train.peer_timeout`, each with an error that names the other's rank and
+host. Over links of 0.5 and 1.3 of what is needed a step must take what the run itself predicts, by rates that it measured, and
+each rank stay within its own plan, in a group of exactly its budget. Without root one line says so. `links` leaves bits and the
+cut out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from proof.boxes import BOXES, Ended, Link, ranks, two_boxes, wait
 from proof.control_groups import LimitsUnavailable
 from proof.materials import LENGTH
 from proof.setting import Lost, Setting, fresh, lost_row, parser, recipe_in, run_script, size
-from proof.verdicts import Row, holds, missing, reported, say
+from proof.verdicts import Row, holds, missing, say
 from prove_ranks_run import ending
 
 from fuyou_cli.core.units import GiB, gib
@@ -38,14 +39,17 @@ from fuyou_cli.training.run_log import read_log
 
 TIMEOUT, ENDS = 6, 5.0  # seconds of train.peer_timeout, and beyond it
 LONGEST = 900.0  # seconds of a run
-WARM = 2  # steps that do not count
+PARTS = 4  # micro-batches of a step
+WARM = 1  # steps that do not count
 RATES = (0.5, 1.3)  # of what the link needs
+NEAR = 0.1  # share of a step by which its prediction may be off
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.set_defaults(shape="20m")
-    options.add_argument("--rows", type=int, default=16, help="of a step, in micro-batches of 2")
+    options.add_argument("parts", nargs="*", metavar="bits|links", default=["bits", "links"])
+    options.add_argument("--rows", type=int, default=8, help=f"of a step, in {PARTS} micro-batches")
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--budget", type=size, default=1 * GiB, help="of each box")
     return options.parse_args()
@@ -65,17 +69,18 @@ class Runs:
         self._setting, self.options = setting, options
         self.folder = fresh(setting.work / "boxes")
 
-    def recipe(self, name: str, *, budget: int, steps: int | None = None) -> Path:
+    def recipe(self, name: str, *, budget: int, steps: int | None = None, home: str = "ssd", measures: bool = False) -> Path:
         out = self.folder / name / "out"
         out.mkdir(parents=True)
         offload = {
-            "dir": str(self.folder / name / "store"), "device": "cpu", "max_memory": {"cpu": budget}, "measure": False,
-            "weights": "ssd", "optimizer_states": "ssd",
+            "dir": str(self.folder / name / "store"), "device": "cpu", "max_memory": {"cpu": budget}, "measure": measures,
+            "weights": home, "optimizer_states": home,
         }  # fmt: skip
         path = recipe_in(
             out, self._setting.model(), self.folder / "rows", Case(self.options.rows, steps or self.options.steps), LENGTH,
             entry=self._setting.entry, commit_every="auto", offload=offload,
-            train={"micro_batch_size": 2, "threads": 1, "peer_timeout": f"{TIMEOUT}s"},
+            train={"micro_batch_size": self.options.rows // PARTS, "threads": 1, "peer_timeout": f"{TIMEOUT}s"},
+            precision={"compute": "float32"},  # without AVX-512 bfloat16 is slow
             export={"at_end": False},
         )  # fmt: skip
         return path.rename(out.parent / "recipe.yaml")
@@ -87,7 +92,8 @@ class Runs:
             raise Lost(f"{' '.join(words) or 'one process'}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
 
     def on_boxes(self, recipe: Path, *, torchrun: bool = False) -> list[Ended]:
-        with ranks(["finetune", str(recipe)], recipe.parent, memory=self.options.budget, torchrun=torchrun) as began:
+        kept = self.folder / "kept"
+        with ranks(["finetune", str(recipe)], recipe.parent, memory=self.options.budget, torchrun=torchrun, kept=kept) as began:
             ends = wait(began, LONGEST)
         if ends is None:
             raise Lost(f"{recipe}: the ranks still run after {LONGEST:g} s")
@@ -127,17 +133,21 @@ def alike(runs: Runs) -> dict[str, Any]:
 
 
 def over(runs: Runs, link: Link, rate: float | None) -> dict[str, Any]:
-    """Trains over a link of `rate` bytes a second; None: a free one. Returns the time of a step, the bytes that passed, and
-    what each rank took of memory, which no launcher shares."""
+    """Trains over a link of `rate` bytes a second; None: a free one. Returns the time of a step, the bytes that passed before
+    and after the first one, and what each rank took of memory, which no launcher shares, each beside its plan."""
     link.hold(rate)
-    recipe, before = runs.recipe("link" if rate is None else f"link-{rate:.0f}", budget=runs.options.budget), link.sent()
+    name = "link" if rate is None else f"link-{rate:.0f}"
+    recipe = runs.recipe(name, budget=runs.options.budget, home="auto", measures=True)
+    before = link.sent()
     try:
         ends = runs.on_boxes(recipe)
-        (plan,) = events(recipe, "plan")
+        (plan,), (end,), steps = events(recipe, "plan"), events(recipe, "end"), events(recipe, "step")[WARM:]
         return {
-            "seconds": seconds_of(recipe), "bytes": (link.sent() - before) / runs.options.steps,
+            "seconds": seconds_of(recipe), "predicted": plan["predicted_step_seconds"], "network": plan["network"],
+            "each": [step["seconds"] for step in steps], "stalls": steps[-1]["stalls"],
+            "bytes": (link.sent() - before) / runs.options.steps,
             "peaks": [end.peak for end in ends], "killed": sum(end.killed for end in ends),
-            "predicted": plan["predicted_cpu_peak"],
+            "planned": [rank["ram_planned"] for rank in end["ranks"]],
         }  # fmt: skip
     finally:
         link.hold(None)
@@ -166,7 +176,7 @@ def cut(runs: Runs, link: Link) -> dict[str, Any]:
     return {"seconds": took}
 
 
-def proven(runs: Runs, link: Link, setting: Setting) -> list[Row]:
+def bits_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     what, asked = "one process, --nproc 2, and torchrun on two boxes", "equal bits"
     free = setting.attempt("three commands", lambda: alike(runs))
     if free.get("failed"):
@@ -177,33 +187,47 @@ def proven(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     rows.append(
         lost_row(what, asked, result) if result.get("failed") else holds(what, asked, f"{result['seconds']:.1f} s", True)
     )
-    return rows + over_rows(runs, link, setting)
+    return rows
 
 
 def memory_row(runs: Runs, free: dict[str, Any]) -> Row:
-    budget, peaks = runs.options.budget, free["peaks"]
-    ok = free["killed"] == 0 and max(peaks) <= budget and peaks[0] <= free["predicted"]
-    note = f"of the first rank predicted {gib(free['predicted'])}"
+    budget, peaks, planned = runs.options.budget, free["peaks"], free["planned"]
+    ok = free["killed"] == 0 and all(peak <= plan <= budget for peak, plan in zip(peaks, planned, strict=True))
+    note = f"planned {' and '.join(map(gib, planned))}"
     measured = " and ".join(map(gib, peaks))
-    return holds(f"each rank in a group of {gib(budget)}", "not killed, within its plan", measured, ok, note=note)
+    return holds(f"each rank in a group of {gib(budget)}", "not killed, within its own plan", measured, ok, note=note)
+
+
+def step_row(what: str, result: dict[str, Any], note: str = "") -> Row:
+    """Compares a step with the one that the run has predicted of itself."""
+    seconds, predicted, network = result["seconds"], result["predicted"], result["network"]
+    spread = f"{min(result['each']):.3f} to {max(result['each']):.3f}"
+    off, link = seconds / predicted - 1, f"link measured {network['link'] / 1e6:.2f} MB/s, {1e3 * network['latency']:.2f} ms"
+    measured = f"{seconds:.3f} s ({spread}), predicted {predicted:.3f} s: {100 * off:+.1f} %"
+    return holds(what, f"predicted within {100 * NEAR:.0f} %", measured, abs(off) <= NEAR, note=f"{note}{link}", values=result)
 
 
 def over_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     free = setting.measure("free link", lambda: over(runs, link, None))
     needed = free["bytes"] / free["seconds"]
-    note = f"{free['bytes'] / 1e6:.2f} MB a step the busier way, which needs {needed / 1e6:.2f} MB/s"
-    rows = [memory_row(runs, free), reported("a step over a free link", f"{free['seconds']:.3f} s", note=note, values=free)]
+    note = f"{free['bytes'] / 1e6:.2f} MB a step the busier way, which needs {needed / 1e6:.2f} MB/s; "
+    rows = [memory_row(runs, free), step_row("a step over a free link", free, note)]
     for share in RATES:
         result = setting.measure(f"link of {share:g}", partial(over, runs, link, share * needed))
-        rows.append(reported(f"a step over a link of {share:g} of that", f"{result['seconds']:.3f} s", values=result))
+        rows.append(step_row(f"a step over a link of {share:g} of that", result))
     return rows
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
-    settings = {**setting.described(), "rows": options.rows, "steps": options.steps, "budget": options.budget}
+    own = {name: getattr(options, name) for name in ("parts", "rows", "steps", "budget")}
+    settings = {**setting.described(), **own}
     try:
         with two_boxes() as link:
-            rows = proven(Runs(setting, options), link, setting)
+            runs, rows = Runs(setting, options), list[Row]()
+            if "bits" in options.parts:
+                rows += bits_rows(runs, link, setting)
+            if "links" in options.parts:
+                rows += over_rows(runs, link, setting)
     except LimitsUnavailable as error:
         rows = [missing("two boxes", "network namespaces, memory groups", str(error))]
     return setting.conclude(f"prove_boxes-{setting.shape}", rows, settings)

@@ -1,5 +1,5 @@
-"""Makes two boxes of one machine: each has a network, a host name and a memory group of its own, and the link between them is
-held at a rate. It needs root; LimitsUnavailable says so."""
+"""Makes two boxes of one machine: each has a network, a host name, a memory group and processor cores of its own, and the link
+between them is held at a rate. It needs root; LimitsUnavailable says so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .control_groups import Group, LimitsUnavailable, group
 from .watch import MEMORY_SECONDS, memory_of
 
 PORT = 29517
-_RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +107,22 @@ class Ended:
 class Rank:
     """Controls one rank's command, in its box."""
 
-    def __init__(self, box: Box, command: Sequence[str], environment: Mapping[str, str], output: Path, held: Group) -> None:
+    def __init__(
+        self, box: Box, command: Sequence[str], environment: Mapping[str, str], output: Path, held: Group, cores: set[int]
+    ) -> None:
         self._held, self._output, self._began, self._peak, self._end = held, output, time.monotonic(), 0, 0.0
         named = f"hostname {box.name} && exec {shlex.join(command)}"
         words = ["ip", "netns", "exec", box.name, "unshare", "--uts", "sh", "-c", named]
-        clean = {name: value for name, value in child_environment().items() if name not in _RANKED}
+
+        def enter() -> None:
+            held.enter()
+            os.sched_setaffinity(0, cores)
+
+        clean = {name: value for name, value in child_environment().items() if name not in RANKED}
         with output.open("wb") as file:
             self._child = subprocess.Popen(
                 words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=clean | dict(environment),
-                preexec_fn=held.enter, start_new_session=True,
+                preexec_fn=enter, start_new_session=True,
             )  # fmt: skip
 
     def is_over(self) -> bool:
@@ -142,10 +149,13 @@ class Rank:
 
 
 @contextmanager
-def ranks(words: Sequence[str], folder: Path, *, memory: int | None = None, torchrun: bool = False) -> Iterator[list[Rank]]:
+def ranks(
+    words: Sequence[str], folder: Path, *, memory: int | None = None, torchrun: bool = False, kept: Path | None = None
+) -> Iterator[list[Rank]]:
     """Starts `fuyou WORDS` as one rank on each box, each within `memory` bytes. `torchrun`: by that, as people do; otherwise by
-    the variables that it sets. What still runs at the end is killed."""
+    the variables that it sets. `kept`: where boxes keep what they measure. What still runs at the end is killed."""
     folder.mkdir(parents=True, exist_ok=True)
+    allowed = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         began = []
         for number, box in enumerate(BOXES):
@@ -157,8 +167,10 @@ def ranks(words: Sequence[str], folder: Path, *, memory: int | None = None, torc
                 command = [sys.executable, "-P", "-m", "torch.distributed.run", *place, *meeting, "-m", "fuyou_cli", *words]
             else:
                 values = (str(number), "2", "0", BOXES[0].address, str(PORT))
-                environment = dict(zip(_RANKED, values, strict=True))
-            began.append(Rank(box, command, environment, folder / f"{number}.txt", held))
+                environment = dict(zip(RANKED, values, strict=True))
+            environment |= {} if kept is None else {"XDG_CACHE_HOME": str(kept / box.name)}
+            cores = set(allowed[number :: len(BOXES)] or allowed)
+            began.append(Rank(box, command, environment, folder / f"{number}.txt", held, cores))
             stack.callback(began[-1].kill)
         yield began
 
