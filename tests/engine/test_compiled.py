@@ -97,6 +97,7 @@ def test_blocks_that_differ_are_compiled_each(tmp_path: Path, monkeypatch: pytes
     assert_near(found, plain, losses=1e-5, weights=1e-5)
 
 
+@pytest.mark.slow  # its kernels take gcc twenty-five seconds of a core; the quick tests run the compiler's operators one by one
 def test_by_the_real_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stays within 1e-5 of the losses and weights without it."""
     monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")  # setuptools refuses another, which a test may have imported
