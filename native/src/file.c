@@ -81,7 +81,15 @@ int fy__file_own(const struct fy__file *file, uint32_t flags, uint64_t *size)
     if (!S_ISREG(status.st_mode))
         return -EINVAL;
     *size = (uint64_t)status.st_size;
-    return file->created || (flags & FY_STORE_READ_ONLY) != 0 ? 0 : take_over(file, &status);
+    if ((flags & FY_STORE_READ_ONLY) != 0)
+        return fy__file_may_wait(file);
+    return file->created ? 0 : take_over(file, &status);
+}
+
+int fy__file_may_wait(const struct fy__file *file)
+{
+    assert(file->fd >= 0);
+    return fy__system.set_flags(file->fd, 0) != 0 ? -errno : 0;
 }
 
 int fy__file_allocate(const struct fy__file *file, uint64_t size, uint64_t wanted)

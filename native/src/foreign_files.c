@@ -59,7 +59,7 @@ static int open_source(struct fy__file *file, uint64_t size, uint64_t changed_ns
     if ((uint64_t)file->known.st_size != size ||
         (uint64_t)changed.tv_sec * 1000000000 + (uint64_t)changed.tv_nsec != changed_ns)
         return -ESTALE;
-    return 0;
+    return fy__file_may_wait(file);
 }
 
 FY_API int fy_store_attach(fy_store *store, const char *path, uint64_t size, uint64_t changed_ns, fy_failure *why)

@@ -118,6 +118,9 @@ bool fy__store_in_source(const fy_store *store, uint64_t offset, uint64_t size);
 int fy__file_open(struct fy__file *file, uint32_t flags); /* and locks it; without O_DIRECT. After an error `fd` may be open */
 /* Looks at what was opened: -EINVAL, -EPERM where it cannot be ours. One that was there is nobody else's afterwards. */
 int fy__file_own(const struct fy__file *file, uint32_t flags, uint64_t *size);
+/* Takes back O_NONBLOCK, which is for opening alone: with it io_uring may fail a read that has to wait (Linux before 5.9, or a
+ * drive that cannot say EAGAIN), or wait for it in the ring's own thread (a file system that cannot). */
+int fy__file_may_wait(const struct fy__file *file);
 int fy__file_allocate(const struct fy__file *file, uint64_t size, uint64_t wanted); /* from `size` bytes on; never shortens */
 int fy__file_sync_folder(const struct fy__file *file); /* a new file is durable only when its name is */
 /* Switches O_DIRECT on where the kernel says that it works, or where it does not tell and a page can be read with it: some file

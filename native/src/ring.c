@@ -143,8 +143,8 @@ static uint32_t exchange(fy_daemon *daemon, struct fy__ring *ring)
 }
 
 /* The kernel does not let us in any more. The ring is closed, which cancels what it can and does not wait for the rest: an
- * I/O under way may still reach its span of the arena, even after stop, whence rule 2 of fuyou.h. Everything in flight and
- * everything to come fails with the kernel's own error, so nothing is computed on such a span. */
+ * I/O under way may still reach its span of the arena, even after stop, whence rule 2 of fuyou.h. Everything in flight fails
+ * with EIO and everything to come with the kernel's own error, so nothing is computed on such a span. */
 static void refuse_everything(fy_daemon *daemon, struct fy__ring *ring, int error)
 {
     assert(error < 0);

@@ -214,6 +214,25 @@ static void not_as_said(void)
     CHECK_EQUAL(testing_descriptors(), descriptors);
 }
 
+static int no_direct(int fd)
+{
+    (void)fd;
+    return 0;
+}
+
+/* Nothing that is opened so that a pipe cannot hold it up stays so: reads of it may wait. */
+static void reads_may_wait(void)
+{
+    fy_store *store = store_with_sources();
+    CHECK_EQUAL(fcntl(store->files[1].fd, F_GETFL) & O_NONBLOCK, 0);
+    CHECK_EQUAL(fy_store_close(store), 0);
+    const char *path = testing_path(0);
+    const uint32_t flags = FY_STORE_READ_ONLY | FY_STORE_BUFFERED;
+    CHECK_EQUAL(fy_store_open(&path, 1, FY__PAGE, STORE, flags, &store, NULL), 0);
+    CHECK_EQUAL(fcntl(store->files[0].fd, F_GETFL) & O_NONBLOCK, 0);
+    CHECK_EQUAL(fy_store_close(store), 0);
+}
+
 static void changed_later(void)
 {
     for (int how = 0; how < 3; how++) {
@@ -247,6 +266,9 @@ int main(void)
         grown_while_read_again(*backend);
     }
     not_as_said();
+    fy__system.direct_alignment = no_direct;
+    reads_may_wait();
+    fy__system.direct_alignment = fy__system_real.direct_alignment;
     changed_later();
     return 0;
 }
