@@ -10,6 +10,7 @@
 #define DYNAMIC FY_DYNAMIC_BLOCK
 #define PIECE 64u              /* values of a row that are worked on at once */
 #define STEPS 65535.0f         /* dynamic codes are looked up at one of 65,536 places between -1 and 1 */
+#define LARGEST 0x1.fffffep127f
 #define ONE_127TH 7.874015718698502e-3f
 #define TO_INTEGER 12582912.0f /* 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even */
 
@@ -18,7 +19,7 @@
 /* The code of the level nearest to one of 65,536 places: how bitsandbytes' CPU kernel looks it up. */
 INLINE uint8_t nearest_code(float scaled, const float *table)
 {
-    const float inside = scaled < -1.0f ? -1.0f : scaled > 1.0f ? 1.0f : scaled;
+    const float inside = scaled > 1.0f ? 1.0f : scaled > -1.0f ? scaled : -1.0f; /* so is what is not a number */
     const uint32_t place = (uint32_t)((inside + 1.0f) * 0.5f * STEPS + 0.5f);
     const float value = -1.0f + 2.0f * (float)place / STEPS;
     uint32_t low = 0;
@@ -90,7 +91,8 @@ INLINE uint64_t int8_row(const void *values, uint64_t at, uint64_t columns, int 
         most = found > most ? found : most;
     }
     *maximum = most;
-    const float scale = lost == 0 && most > 0.0f ? 1.0f / most * 127.0f : 0.0f; /* in this order */
+    const float exact = lost == 0 && most > 0.0f ? 1.0f / most * 127.0f : 0.0f; /* in this order */
+    const float scale = exact <= LARGEST ? exact : 0.0f; /* below 4e-37 all of a row is zero: no integer holds infinity */
     for (uint64_t c = 0; c < columns; c += PIECE) {
         const uint32_t here = (uint32_t)(columns - c < PIECE ? columns - c : PIECE);
         const uint32_t bad = loaded(values, at + c, here, narrow, piece);

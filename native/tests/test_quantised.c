@@ -110,6 +110,25 @@ static void nonfinite_values_are_counted(void)
     CHECK_EQUAL(lost, 3);
 }
 
+/* The reciprocal of a maximum is infinite. No value is cast to an integer that cannot hold it (UBSan looks). */
+static void tiny_values_are_zero(void)
+{
+    const float values[4] = {1e-40f, 0.0f, -1e-40f, 5e-41f}, larger[4] = {1e-37f, 0.0f, -1e-37f, 5e-38f};
+    const int8_t zeros[4] = {0};
+    float maxima[1], table[256] = {0};
+    int8_t rows[4];
+    uint8_t codes[4];
+    uint64_t lost = 1;
+    CHECK_EQUAL(fy_int8_encode(values, 1, 4, FY_FLOAT32, rows, maxima, &lost), 0);
+    CHECK(lost == 0 && maxima[0] == 1e-40f && memcmp(rows, zeros, 4) == 0);
+    CHECK_EQUAL(fy_int8_encode(larger, 1, 4, FY_FLOAT32, rows, maxima, &lost), 0);
+    CHECK(lost == 0 && maxima[0] == 1e-37f && memcmp(rows, zeros, 4) == 0);
+    for (uint32_t i = 0; i < 256; i++)
+        table[i] = (float)i / 127.5f - 1.0f;
+    CHECK_EQUAL(fy_dynamic_encode(values, 4, table, codes, maxima, &lost), 0);
+    CHECK(lost == 0 && codes[0] == 255 && codes[2] == 0);
+}
+
 /* Every code under both formats, in buffers that are just as long as they have to be. */
 static void formats_that_are_only_read(void)
 {
@@ -183,6 +202,7 @@ int main(void)
     }
     threads_write_what_one_call_writes(values);
     nonfinite_values_are_counted();
+    tiny_values_are_zero();
     formats_that_are_only_read();
     wrong_arguments_are_refused();
     free(values);
