@@ -15,6 +15,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -178,6 +179,8 @@ def _exchange(new: Path, target: Path) -> Path:
             raise OSError(code, os.strerror(code), str(target))
     # A file system without exchange: for an instant only the old model exists, under its second name.
     old = target.parent / f".{target.name}.replaced"
+    with suppress(FileNotFoundError):  # one that was killed here has left it
+        _remove_directory(old)
     target.rename(old)
     try:
         new.rename(target)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -257,6 +258,7 @@ def test_replaces_without_exchange_of_directories(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(writer.ctypes, "CDLL", lambda *arguments, **options: LibcWithoutExchange())
     write(tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / ".out.replaced")  # as one leaves it that is killed before it removes it
     write(tmp_path / "out", {"other": torch.ones(3)})
     assert list(open_checkpoint(tmp_path / "out").entries) == ["other"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
