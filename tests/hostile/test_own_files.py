@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,9 +31,10 @@ def _keep(folder: Path) -> None:
     companions._replace(folder / manifests.COMPANIONS, {"config.json": b"{}"})
 
 
-def _reserve_disk(folder: Path) -> None:
-    saver = SimpleNamespace(folder=folder, ready=SimpleNamespace(planned=SimpleNamespace(total_steps=1)))
-    Saver._reserve_disk(cast(Any, saver))
+def _reserve_disk(folder: Path, tensors: int = 1) -> None:
+    model = SimpleNamespace(stages=(SimpleNamespace(tensors=range(tensors)),))
+    ready = SimpleNamespace(planned=SimpleNamespace(total_steps=1))
+    Saver._reserve_disk(cast(Any, SimpleNamespace(folder=folder, ready=ready, files=SimpleNamespace(model=model))))
 
 
 # what writes, where a plant would be hit, what is there afterwards
@@ -110,6 +112,16 @@ def test_nobody_else_may_read_it(writer: str, was: int | None, tmp_path: Path) -
         assert b"longer" not in (tmp_path / made).read_bytes(), "what was there is gone"
     if writer == "companion":
         assert stat.S_IMODE((tmp_path / manifests.COMPANIONS).stat().st_mode) == 0o700
+
+
+def test_the_reserved_disk_has_room_for_a_manifest_of_many_tensors(tmp_path: Path) -> None:
+    """Of a mixture whose experts are tensors of their own: on a full disk its last manifest could not be written."""
+    stage, count = manifest().stages[0], 30_000
+    name = "model.layers.60.mlp.experts.255.down_proj.weight"
+    tensor = replace(stage.tensors[0], name=name, stored_as=name, shape=(7168, 2048), offset=1 << 34, count=7168 * 2048)
+    manifests.write(tmp_path, replace(manifest(), stages=(replace(stage, tensors=(tensor,) * count),)))
+    _reserve_disk(tmp_path, count)
+    assert (tmp_path / "spare").stat().st_size > (tmp_path / manifests.NAME).stat().st_size > 4 << 20
 
 
 @pytest.mark.usefixtures("open_to_all")

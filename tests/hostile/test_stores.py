@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from proof.parsers import manifest, with_digest
@@ -19,7 +20,8 @@ from fuyou_cli.core import json_files
 from fuyou_cli.core.errors import FuyouError, UnreadableError, UsageError
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import find_saved_store, find_store
-from fuyou_cli.training.state.manifest import Manifest, RankShare, StoredStage
+from fuyou_cli.training.state.manifest import Evaluated, Manifest, RankShare, StoredStage
+from fuyou_cli.training.state.saver import Saver
 from fuyou_cli.training.state.store_folders import (
     LOSSES,
     PART_FILE,
@@ -75,6 +77,19 @@ def test_the_state_before_is_of_the_same_run(tmp_path: Path) -> None:
         manifests.write(tmp_path, older)
         manifests.write(tmp_path, newest, keep=True)
         assert manifests.before(tmp_path, newest) == (older if is_of_it else None)
+
+
+def test_an_evaluation_keeps_the_state_before(tmp_path: Path) -> None:
+    """It names the extents of the commit of its step again. A damaged one of these is only in the state before whole."""
+    older = manifest()
+    there = replace(older.stages[0], generation=older.step + 1, turn=older.stages[0].turn + 1)
+    newest = replace(older, step=older.step + 1, stages=(there, *older.stages[1:]), evaluated=None)
+    evaluated = replace(newest, evaluated=Evaluated(step=newest.step, best=1.0, best_step=newest.step, worse=0))
+    commits = SimpleNamespace(last=None)
+    saver = SimpleNamespace(folder=tmp_path, commits=commits, standing=SimpleNamespace(losses=[1.0] * newest.step))
+    for commits.last, one in ((None, older), (older, newest), (newest, evaluated)):
+        Saver._write(cast(Any, saver), one)
+    assert manifests.read(tmp_path) == evaluated and manifests.before(tmp_path, evaluated) == older
 
 
 def _in_version(version: int, **said: object) -> Change:

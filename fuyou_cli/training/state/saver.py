@@ -119,6 +119,7 @@ class Commits:
 
 _SPARE_BYTES = 4 << 20  # disk reserved for the last manifest and its losses
 _SPARE_PER_STEP = 8  # bytes of one loss
+_SPARE_PER_TENSOR = 1 << 10  # bytes: a manifest says this much of one at most, in practice
 
 
 @dataclass(slots=True)
@@ -407,8 +408,10 @@ class Saver:
     def _reserve_disk(self) -> None:
         """Reserves disk. Otherwise a disk that the run's log has filled would keep the run from being saved. A run works
         without it too."""
+        tensors = sum(len(stage.tensors) for stage in self.files.model.stages)
+        size = _SPARE_BYTES + _SPARE_PER_STEP * self.ready.planned.total_steps + _SPARE_PER_TENSOR * tensors
         with suppress(OSError), os.fdopen(open_own(self.folder / SPARE, anew=True), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.ready.planned.total_steps)
+            os.posix_fallocate(file.fileno(), 0, size)
 
     def _manifest(self, state: State) -> Manifest:
         """Makes the manifest of what the store holds after the last step. For `loading` it names no stage."""
@@ -474,7 +477,9 @@ class Saver:
         known = 0 if last is None else last.step
         # The manifest counts these losses.
         write_losses(self.folder, self.standing.losses[known : manifest.step], first=known)
-        manifests.write(self.folder, manifest, keep=last is not None)
+        # An evaluation names the same extents again: the state before stays the one to fall back to.
+        amends = last is not None and (last.commit, last.stages) == (manifest.commit, manifest.stages)
+        manifests.write(self.folder, manifest, keep=last is not None and not amends, amends=amends)
 
 
 # ---- random generators ------------------------------------------------------------------------------------------------
