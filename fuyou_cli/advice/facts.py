@@ -184,7 +184,7 @@ def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | No
         return facts
     times = evaluations_left(settings.every_steps, at_start=settings.at_start, total=total, done=facts.done) if total else None
     cost = evaluation_cost(facts.model, facts.hardware, facts.plan, rows=rows, times=times, run_seconds=facts.run_seconds)
-    return replace(facts, evaluation=cost, best_bytes=facts.plan.predicted.export_bytes * settings.keep_best)
+    return replace(facts, evaluation=cost, best_bytes=prepared.export_bytes * settings.keep_best)
 
 
 def _sampling(prepared: Planned, settings: SamplesSection) -> SamplingCost:

@@ -66,14 +66,15 @@ def disks_of(resolved: Resolved) -> StoreDisks:
     systems = [existing(directory).stat().st_dev for directory in directories]
     exported = existing(export_folder(resolved.recipe, resolved.model_dir)).stat().st_dev
     files = [(system, taken(directory / STORE_FILE)) for directory, system in zip(directories, systems, strict=True)]
-    ranks = 1
+    ranks, exports_here = 1, True
     if (peers := resolved.peers) is not None:
+        exports_here = peers.boxes[peers.rank] == peers.boxes[0]
         ranks, files = peers.local_count, [file for files in peers.gather_on_box("store files", files) for file in files]
     shares = []
     for directory, system in zip(directories, systems, strict=True):
         held = [size for on, size in files if on == system]
         free = disk.free_space(directory) + sum(held)
-        shares.append(DiskShare(free=free, files=len(held), has_export=system == exported))
+        shares.append(DiskShare(free=free, files=len(held), has_export=exports_here and system == exported))
     places = {system: existing(directory) for system, directory in zip(systems, directories, strict=True)}
     total = sum(shutil.disk_usage(place).total for place in places.values())
     return StoreDisks(shares=tuple(shares), total=total, ranks=ranks)
@@ -90,10 +91,10 @@ def _disks(prepared: Planned) -> tuple[FileSystem, ...]:
     files = store_files([directory / STORE_FILE for directory in prepared.directories], plan.store_size)
     if prepared.recipe.export.at_end:
         model = export_folder(prepared.recipe, prepared.model_dir)
-        files.append(Wanted(what="the exported model", path=model, size=plan.predicted.export_bytes))
+        files.append(Wanted(what="the exported model", path=model, size=prepared.export_bytes))
     if prepared.recipe.eval.keep_best:  # a new copy is written beside the old one
         best = best_folder(prepared.recipe, prepared.model_dir)
-        new = plan.predicted.export_bytes * best_copies(prepared.recipe)
+        new = prepared.export_bytes * best_copies(prepared.recipe)
         files.append(Wanted(what="the best weights and new ones beside them", path=best, size=new))
     return tuple(file_systems(files))
 

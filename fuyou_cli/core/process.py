@@ -11,10 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from .errors import FuyouError
 from .probe import ROOT
 from .units import MiB, duration
 
@@ -149,6 +151,28 @@ def _mallopt(what: int, value: int) -> None:
 
 
 # ---- waiting ---------------------------------------------------------------------------------------------------------
+
+
+_Made = TypeVar("_Made")
+
+
+def in_thread(make: Callable[[], _Made], *, look: Callable[[], None] = lambda: None) -> _Made:
+    """Returns what `make` returns, which waits inside a library, where no signal ends it. In a thread it is left alone with
+    what Python raises for a signal, or `look`, which is called once a second meanwhile."""
+    made = Future[_Made]()
+
+    def work() -> None:
+        try:
+            made.set_result(make())
+        except (FuyouError, RuntimeError, OSError, ValueError) as error:
+            made.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(timeout=_LOOK)
+        look()
+    return made.result(timeout=0)
 
 
 FIRST = 30.0  # seconds of silence before the first message; each further one comes after twice the silence

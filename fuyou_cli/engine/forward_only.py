@@ -139,11 +139,13 @@ class ForwardOnly:
         return self._executor.head.logits(hidden[rows, places].unsqueeze(1)).cpu()  # sync: as in `losses`
 
     def weights(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Visits all stages, and yields those that own parameters with their weights: 1-D, in the compute dtype, on the device.
-        Only inside `open`. A stage's weights are there until the next one is asked for; ask for all, or call `stop_ahead`."""
+        """Visits all stages of this rank, and yields those that own parameters with their weights: 1-D, in the compute dtype,
+        on the device. Only inside `open`. A stage's weights are there until the next one is asked for; ask for all, or
+        call `stop_ahead`."""
         visits = self._executor.visits
-        assert visits.link is None, "each of several ranks has some of them (alike.refuse_keys)"
         visits.begin_round(last=True)
+        if visits.link is not None:
+            visits.link.pause()
         visits.look_up(None)
         for planned in self.schedule.visits:
             visit, flat = visits.enter(planned.phase, planned.stage)

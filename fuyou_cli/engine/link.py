@@ -161,6 +161,10 @@ class Link:
         self._incoming.clear()
         self._by_memory.clear()
 
+    def pause(self) -> None:
+        """Lets visits pass, until the next schedule begins, between which nothing crosses."""
+        self._exchanges = ()
+
     def begin_sweep(self, parts: tuple[MicroBatch, ...], width: int) -> None:
         """Begins a sweep over these micro-batches, of rows of `width` tokens."""
         if parts != self._parts:

@@ -3,25 +3,28 @@ ends.
 
 Keeps the weights of the lowest loss in `output_dir/best`, as an export writes them. They are taken as they pass through memory,
 so nothing is committed for them. The new copy takes the old one's place in one step: a run that is killed leaves the one or the
-other whole.
+other whole. Of several ranks the first one decides and writes: it asks the others for the weights of their stages, piece by
+piece, as these pass there.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checkpoint.files import ADAPTER_NAME, SINGLE_NAME
 from ..checkpoint.header import parse_file
 from ..checkpoint.writer import OutTensor
-from ..core.errors import FuyouError, SwapError, UsageError
-from ..core.json_files import shown
+from ..core.errors import FuyouError, PeerLost, SwapError, UsageError
+from ..core.json_files import from_json, shown
 from ..data.batches import passes
 from ..data.rows import Rows
 from ..engine.attention import turns
@@ -40,7 +43,9 @@ from .state.saver import Standing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from typing_extensions import Buffer
 
+    from ..engine.ranks import Ranks
     from .fixed_prompts import Continuations
 
 AnyReport = EvalReport | SampleReport | BestReport
@@ -48,6 +53,8 @@ Losses = Callable[..., torch.Tensor]  # a batch, last -> each token's loss
 
 _LARGEST = 700.0  # of losses whose exponential still is a double
 _RUN = "fuyou_run"  # in a copy's metadata: the name of the run, as in its manifest
+# Asked of a rank beside weights: its tensors' names in the checkpoint, to let its other stages pass, and to stop at once.
+_NAMES, _REST, _STOP = "names", "rest", "stop"
 Passing = Iterator[tuple[int, torch.Tensor]]  # stages that own parameters, in running order, each with its weights
 
 
@@ -59,6 +66,8 @@ class Evaluations:
         recipe = ready.planned.recipe
         self._sets, self._asked, self._total = ready.evaluated, recipe.eval, ready.planned.total_steps
         self._stopping, self._standing, self._is_elsewhere = recipe.train.early_stopping, standing, ready.planned.is_copy
+        self._ring = ready.planned.ring
+        self._writes = self._ring is None or self._ring.is_first
         self._numerics = of_own_length(executor.plan.group, executor.anatomy.model)
         self._forward = ForwardOnly(executor)
         self._continuations = self._of_prompts(ready, executor)
@@ -94,9 +103,19 @@ class Evaluations:
 
     def begin(self, say: Callable[[str], None]) -> None:
         """Puts losses of other rows than those that are evaluated now aside. Says so, and whether the best weights are another
-        run's."""
+        run's. What ranks know may differ: some committed a step before it was evaluated, and only the first one sees the best
+        weights. So all go by what that one knows."""
         if self._is_elsewhere:
             return
+        if self._writes:
+            self._look_back(say)
+        if self._ring is not None:
+            known = (self._standing.evaluated, *self._standing.evaluated_before)
+            of_first = self._ring.all_gather("evaluated", [result and asdict(result) for result in known])[0]
+            last, *before = (result and from_json(Evaluated, result) for result in of_first)
+            self._standing.evaluated, self._standing.evaluated_before = last, tuple(before)
+
+    def _look_back(self, say: Callable[[str], None]) -> None:
         last, first = self._standing.evaluated, next(iter(self._sets.values()), None)
         if last is not None and first is not None and last.set_digest not in ("", first.summary.digest):
             change = self._change_set(last, first.summary.digest)
@@ -135,7 +154,7 @@ class Evaluations:
     @property
     def best(self) -> str:
         """Says which weights are kept as the best, and where. Empty if none are to be kept, or nothing was evaluated."""
-        evaluated = self._best is not None and self._standing.evaluated is not None
+        evaluated = self._writes and self._best is not None and self._standing.evaluated is not None
         return f"{self._lowest}{self._where}" if evaluated else ""
 
     @property
@@ -148,7 +167,7 @@ class Evaluations:
     @property
     def _where(self) -> str:
         last, copy = self._standing.evaluated, self._best
-        if copy is None or last is None:
+        if copy is None or last is None or not self._writes:
             return ""
         others = f"; {copy.folder} is not of this run" if copy.is_foreign else ""
         if last.best is None:
@@ -176,7 +195,11 @@ class Evaluations:
         latest = self._result
         assert latest is not None and self._best is not None
         is_best = latest.best is not None and latest.best_step == step > 0
-        return [self._best.write(step, latest.best or 0.0)] if is_best else []
+        if self._ring is not None:
+            is_best = self._ring.ranks.gather(is_best)[0]
+        if is_best and not self._writes:
+            self._best.give(step)
+        return [self._best.write(step, latest.best or 0.0)] if is_best and self._writes else []
 
     def _is_over(self, step: int) -> list[AnyReport]:
         """Notes that the evaluation was done whole. Until then a stopped run does it again."""
@@ -244,15 +267,17 @@ def kept_step(folder: Path, run: str | None = None) -> int | None:
 
 
 class PassingWeights:
-    """Reads weights as `StoreWeights` does, while the stages pass. Tensors are to be read in their order.
+    """Reads weights as `StoreWeights` does, while the stages pass. Tensors are to be read in their order. `model`: with all
+    stages to be read; `away`: those that pass on other ranks.
 
     A piece of a cut head has a part of its matrix and one of its bias: the bias is read in a second pass."""
 
     def __init__(
-        self, passes: Callable[[], Passing], model: ModelSpec, stored_as: Mapping[str, str], *, dtype: str, step: int, run: str
-    ) -> None:
+        self, passes: Callable[[], Passing], model: ModelSpec, stored_as: Mapping[str, str], *, dtype: str, step: int, run: str,
+        away: AwayWeights | None = None,
+    ) -> None:  # fmt: skip
         self.dtype, self.metadata = dtype, {STEP: str(step), _RUN: run}
-        self._passes, self._passing = passes, passes()
+        self._passes, self._passing, self._stored_as, self._away = passes, passes(), stored_as, away
         self._here: tuple[int, torch.Tensor] | None = None
         self._places: dict[str, list[tuple[int, TensorSpec]]] = {}
         for stage in model.stages:
@@ -269,14 +294,19 @@ class PassingWeights:
         return [OutTensor(name=name, dtype=self.dtype, shape=places[0][1].model_shape) for name, places in self._places.items()]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
-        """Returns elements [first, first + count) of a tensor."""
+        """Returns elements [first, first + count) of a tensor, as far as they are here."""
         values = torch.empty(count, dtype=TORCH_DTYPE[tensor.dtype])
         for stage, part in self._places[tensor.name]:
             begin, end = max(first, part.first), min(first + count, part.first + part.numel)
             if begin < end:
-                inside = self._weights(stage)[part.offset + begin - part.first : part.offset + end - part.first]
-                values[begin - first : end - first].copy_(inside)  # sync: from a device
+                values[begin - first : end - first].copy_(self._part(tensor, stage, part, begin, end))  # sync: from a device
         return bytes_of(values)
+
+    def _part(self, tensor: OutTensor, stage: int, part: TensorSpec, begin: int, end: int) -> torch.Tensor:
+        """Returns elements [begin, end) of a tensor, of which a stage has `part`."""
+        if self._away is not None and self._away.has(stage):
+            return torch.frombuffer(self._away.read(stage, tensor, begin, end), dtype=TORCH_DTYPE[tensor.dtype])
+        return self._weights(stage)[part.offset + begin - part.first : part.offset + end - part.first]
 
     def _weights(self, stage: int) -> torch.Tensor:
         """Lets stages pass until this one is there: to the end of this pass, and in one more."""
@@ -292,13 +322,59 @@ class PassingWeights:
         """Lets the other stages pass, so that nothing is left under way."""
         for _ in self._passing:
             pass
+        if self._away is not None:
+            self._away.each(_REST)
+
+    def give_to(self, ranks: Ranks, *, stop: Callable[[], None] = lambda: None) -> None:
+        """Gives the first rank, which asks by `AwayWeights`, what it reads of the stages here. `stop` is called where it stops
+        early. Raises PeerLost."""
+        of_name = {tensor.name: tensor for tensor in self.tensors()}
+
+        def give(question: Any) -> Buffer:
+            if question == _NAMES:
+                return json.dumps(dict(self._stored_as)).encode()
+            if question in (_REST, _STOP):
+                (self.check if question == _REST else stop)()
+                return b""
+            name, begin, end = question
+            return self.read(of_name[name], begin, end - begin)
+
+        ranks.answer(give)
+
+
+class AwayWeights:
+    """Asks the ranks that compute the other stages for their weights."""
+
+    def __init__(self, ranks: Ranks, owners: Sequence[int]) -> None:
+        self._ranks, self._owners = ranks, owners
+
+    def has(self, stage: int) -> bool:
+        return self._owners[stage] != self._ranks.rank
+
+    def read(self, stage: int, tensor: OutTensor, begin: int, end: int) -> memoryview:
+        """Returns elements [begin, end) of a tensor, all of them in one stage."""
+        return self._ranks.ask(self._owners[stage], [tensor.name, begin, end])
+
+    def names(self) -> dict[str, str]:
+        """Returns the names in the checkpoint of the tensors of their stages."""
+        return {name: stored for answer in self.each(_NAMES) for name, stored in json.loads(bytes(answer)).items()}
+
+    def stop(self) -> None:
+        """Tells that nothing more will be read."""
+        self.each(_STOP)
+
+    def each(self, question: str) -> list[memoryview]:
+        """Returns what each of the other ranks answers."""
+        return [self._ranks.ask(rank, question) for rank in range(self._ranks.size) if rank != self._ranks.rank]
 
 
 class BestCopy:
-    """Writes the copies of the run of this name. `store`: the folder with its companions."""
+    """Writes the copies of the run of this name. `store`: the folder with its companions. Of several ranks the first one
+    writes, and the others give their weights."""
 
     def __init__(self, ready: Ready, forward: ForwardOnly, store: Path, run: str) -> None:
         self._ready, self._forward, self._store, self._run = ready, forward, store, run
+        self._ranks = None if ready.planned.ring is None else ready.planned.ring.ranks
         self.folder = best_folder(ready.planned.recipe, ready.planned.model_dir)
 
     @property
@@ -319,21 +395,38 @@ class BestCopy:
     def write(self, step: int, loss: float) -> BestReport:
         """Replaces the copy. A failure that the store has no part in is told: the copy before stays, and the run goes on."""
         begin, size, problem = time.monotonic(), 0, ""
-        with self._forward.open():
+        away = None if self._ranks is None else AwayWeights(self._ranks, self._ready.planned.model.owners)
+        with self._forward.open(), nullcontext() if self._ranks is None else self._ranks.asking():
             try:
-                size = sum(file.stat().st_size for file in self._written(step))
-            except SwapError:
+                size = sum(file.stat().st_size for file in self._written(step, away))
+            except (SwapError, PeerLost):
                 raise
             except (FuyouError, OSError) as error:
                 problem = f"{error}{self.older}"
                 self._forward.stop_ahead()
+                if away is not None:
+                    away.stop()
         seconds = time.monotonic() - begin
         return BestReport(step=step, loss=loss, folder=str(self.folder), size=size, seconds=seconds, problem=problem)
 
-    def _written(self, step: int) -> list[Path]:
+    def give(self, step: int) -> None:
+        """Gives the first rank the weights of the stages here, for what it writes. Raises PeerLost."""
+        assert self._ranks is not None
+        model = self._ready.planned.model
+        names = {tensor.name: self._ready.stored_as[tensor.name] for stage in model.stages for tensor in stage.tensors}
+        with self._forward.open():
+            self._passing(model, names, step).give_to(self._ranks, stop=self._forward.stop_ahead)
+
+    def _passing(
+        self, model: ModelSpec, stored_as: Mapping[str, str], step: int, away: AwayWeights | None = None
+    ) -> PassingWeights:
+        dtype = self._ready.planned.recipe.export.dtype
+        return PassingWeights(self._forward.weights, model, stored_as, dtype=dtype, step=step, run=self._run, away=away)
+
+    def _written(self, step: int, away: AwayWeights | None) -> list[Path]:
         planned, export = self._ready.planned, self._ready.planned.recipe.export
-        names = self._ready.stored_as
-        weights = PassingWeights(self._forward.weights, planned.model, names, dtype=export.dtype, step=step, run=self._run)
+        names = {**self._ready.stored_as, **({} if away is None else away.names())}
+        weights = self._passing(planned.whole, names, step, away)
         companions = kept_companions(self._store) or planned.model_dir
         adapter = configuration(planned.recipe, planned.anatomy.model, planned.model_dir)
         if adapter is not None:

@@ -179,6 +179,15 @@ class Planned(Inspected):
         return steps_left(self.total_steps, self.manifest)
 
     @property
+    def export_bytes(self) -> int:
+        """Returns the bytes of an export, or of the best weights, that this process writes: of several ranks the first one
+        writes the whole model."""
+        if self.peers is None:
+            return self.plan.predicted.export_bytes
+        parameters = self.whole.trained_parameters if self.request.exports_trained else self.whole.parameters
+        return self.request.export_item * parameters * self.peers.is_first
+
+    @property
     def fits_ram(self) -> bool:
         """Tells whether the plan fits its RAM budget. Only the smallest plan, made if nothing fits, does not."""
         return self.plan.predicted.cpu_peak <= self.plan.cpu_budget

@@ -18,27 +18,31 @@ import random
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.errors import FuyouError, SwapError, UsageError
 from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.planner.ring import deal, groups, link_bytes
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MicroBatch
+from fuyou_cli.training.evaluation import AwayWeights, PassingWeights
 
 from . import families
 from .measuring import peak_of_a_step
 from .rig import Rectangle, Rig, Shape, Subject
 
 STEPS, BLOCKS = 3, 4
+_PIECE = 1000  # elements read at once
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
 
 
@@ -121,6 +125,7 @@ class Seen:
     sent: int = 0  # other bytes to ranks
     summed: int = 0  # bytes of gradients to replicas
     evaluated: list[float] = field(default_factory=list)
+    passed: dict[str, str] = field(default_factory=dict)  # digests of the weights that passed, of all ranks
     stalls: tuple[str, ...] = ()
     beside_arena: int = 0  # whole batches from and for other ranks that lay in memory which no device pins
     alive: tuple[int, int] = (0, 0)  # most bytes beside the arena in one step more, and what the plan charges
@@ -140,7 +145,7 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = (), replicas: A
         in_arena = _watch_lending(rig)
         others = ranks if replicas is None else replicas.ranks
         sent, summed = 0 if others is None else others.sent, 0 if replicas is None else replicas.sent
-        error, evaluated = "", list[float]()
+        error, evaluated, passed = "", list[float](), dict[str, str]()
         try:
             for number, (ids, labels) in enumerate(subject.batches(case.steps), start=1):
                 if number == 2 and others is not None and case.leaves == others.rank:
@@ -152,10 +157,13 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = (), replicas: A
             rig.executor.drain()
         counters, link = rig.counters(), rig.executor.visits.link
         crossed = (0, 0) if link is None else (link.received_bytes, link.sent_bytes)
+        beside = 0 if others is None else others.sent - sent
         if case.evaluates and not error:
             forward = ForwardOnly(rig.executor)
             with forward.open():
                 evaluated = forward.losses(Rectangle(ids, labels), last=True).sum(-1).tolist()
+            with forward.open():
+                passed = _passed(forward, rig, subject.spec, ranks)
         stalls = tuple(rig.executor.visits.residency.stalls)
         computed = case.shape.get("batch", 8) * subject.shape.tokens if not case.widths else sum(2 * w for w in case.widths)
         alive = (0, 0)
@@ -170,14 +178,50 @@ def run(case: Case, ranks: Any = None, owners: tuple[int, ...] = (), replicas: A
             predicted=(rig.plan.predicted.read_per_step, rig.plan.predicted.written_per_step),
             link=crossed,
             planned=(case.steps * planned[0], case.steps * planned[1]),
-            sent=0 if others is None else others.sent - sent,
+            sent=beside,
             summed=0 if replicas is None else replicas.sent - summed,
             evaluated=evaluated,
+            passed=passed,
             stalls=stalls,
             beside_arena=in_arena.count(False),
             alive=alive,
             error=error,
         )
+
+
+def _passed(forward: ForwardOnly, rig: Rig, whole: ModelSpec, ranks: Any) -> dict[str, str]:
+    """Digests every tensor of the model, in pieces, as a copy of the best weights reads them. The first rank reads those of
+    all."""
+    away = None if ranks is None else AwayWeights(ranks, rig.spec.owners)
+    spec = whole if ranks is None or ranks.rank == 0 else rig.spec
+    names = {tensor.name: f"stored {tensor.name}" for stage in spec.stages for tensor in stage.tensors}
+
+    def passing(away: AwayWeights | None = None) -> PassingWeights:
+        return PassingWeights(forward.weights, spec, names, dtype="float32", step=1, run="", away=away)
+
+    if away is not None and ranks.rank != 0:
+        passing().give_to(ranks)
+        with pytest.raises(SwapError, match="no such drive"):
+            ranks.answer(_refuse)
+        return {}
+    with nullcontext() if away is None else ranks.asking():
+        assert away is None or away.names().items() < names.items()
+        weights, found = passing(away), dict[str, str]()
+        for tensor in weights.tensors():
+            pieces = [
+                weights.read(tensor, first, min(_PIECE, tensor.numel - first)) for first in range(0, tensor.numel, _PIECE)
+            ]
+            found[tensor.name] = hashlib.sha256(b"".join(pieces)).hexdigest()
+        weights.check()
+    if away is not None:
+        for rank in range(1, ranks.size):
+            with pytest.raises(SwapError, match=rf"^rank {rank} on .*: no such drive$"):
+                ranks.ask(rank, ["read"])
+    return found
+
+
+def _refuse(question: Any) -> bytes:
+    raise SwapError("no such drive", hint=f"of {question}")
 
 
 def _watch_lending(rig: Rig) -> list[bool]:
@@ -313,6 +357,7 @@ def compare(case: Case, workers: Workers, ranks: int) -> tuple[Seen, list[Seen]]
         assert seen.error == alone.error
         assert repr(seen.numbers) == repr(alone.numbers)  # as NaN is not itself
         assert seen.evaluated == alone.evaluated
+        assert seen.passed == (alone.passed if seen is among[0] else {})
         assert not states.keys() & seen.states.keys()
         states |= seen.states
         assert seen.error or seen.link == seen.planned, (seen.link, seen.planned)
