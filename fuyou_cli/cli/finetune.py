@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run_folders import claimed, note_of_an_earlier_run
 from fuyou_cli.training.run_log import LOG, JsonlLog
-from fuyou_cli.training.state.at_rest import size_of, to_compare, whole_store
+from fuyou_cli.training.state.at_rest import saved_store, size_of, to_compare
 from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.resume import in_words
 
@@ -178,7 +178,8 @@ def _advice(loaded: LoadedRecipe) -> str:
 
 def _refuse_unfit(loaded: LoadedRecipe, planned: Planned) -> None:
     """Shows a plan that does not fit, and raises."""
-    check_export(planned.recipe, planned.model_dir)
+    if planned.peers is None or planned.peers.is_first:
+        check_export(planned.recipe, planned.model_dir)
     if problems := plan_problems(planned.plan, room_of(planned)):
         _show(loaded, planned)
         raise PlanError("the run does not fit: " + "; ".join(problems))
@@ -331,17 +332,24 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 
 def _export(planned: Planned, source: Path, rank: Rank | None = None) -> None:
     """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training. Of several
-    ranks the first writes it, from the stores of all."""
-    from fuyou_cli.training.exporting import UntouchedError, export_store, how_to_load
+    ranks the first writes it. Those of a ring give it what they have."""
+    from fuyou_cli.training.exporting import UntouchedError, export_store, give_weights, how_to_load
 
-    if rank is not None and not rank.exports():
+    if rank is not None:
+        rank.may_export()
+    ranks, options = None if planned.ring is None else planned.ring.ranks, planned.recipe.export
+    if rank is not None and not rank.peers.is_first:
+        if ranks is not None:
+            give_weights(saved_store(source), ranks, dtype=options.dtype, model_dir=planned.model_dir, say=write_status)
         return
 
-    out, options, how_to_repeat = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
+    out, how_to_repeat = export_folder(planned.recipe, planned.model_dir), _again(source)
+    if ranks is not None:
+        how_to_repeat = "the trained state is saved: the same command exports it"
     try:
-        with TransferDisplay(status_console()) as transfers:
+        with TransferDisplay(status_console()) as transfers, nullcontext() if ranks is None else ranks.asking():
             export_store(
-                whole_store(source), out, dtype=options.dtype, max_shard_size=options.max_shard_size,
+                saved_store(source), out, dtype=options.dtype, max_shard_size=options.max_shard_size, ranks=ranks,
                 model_dir=planned.model_dir, progress=partial(transfers, f"exporting to {out.name}"), say=write_status,
             )  # fmt: skip
     except KeyboardInterrupt:

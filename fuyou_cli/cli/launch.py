@@ -199,10 +199,9 @@ class Rank:
         if self._quiet is not None:
             self._quiet.write_to(out, self.peers.rank)
 
-    def exports(self) -> bool:
-        """Tells whether this rank exports the model. The stores of all ranks are closed then."""
+    def may_export(self) -> None:
+        """Goes on once the stores of all ranks are closed."""
         self.peers.all_gather("closed", None)
-        return self.peers.is_first
 
     def _show_if_nobody_else_does(self) -> None:
         """Gives a rank the terminal for what ended it, where the first rank has another box and another terminal."""

@@ -36,7 +36,6 @@ def refuse_keys(recipe: Recipe, count: int) -> None:
     """Raises UsageError for what one process can do and several ranks cannot yet. Of replicas the first one evaluates."""
     is_ring = not are_replicas(recipe, count)
     refused = {
-        "eval.keep_best=true": is_ring and recipe.eval.keep_best,
         "eval.samples": is_ring and recipe.eval.samples is not None,
         "train.compile=true": recipe.train.compile,
         "dataset.streaming=true": recipe.dataset.streaming,
@@ -66,11 +65,6 @@ def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
     import torch
 
     recipe = inspected.recipe
-    if recipe.export.at_end and peers.local_count < peers.count and not peers.are_replicas:
-        raise UsageError(
-            "export.at_end is true, but the first rank does not reach the stores of other boxes",
-            hint="write export.at_end: false; bring the stores to one box, at their paths, and `fuyou export` joins them",
-        )
     device = {"kind of device": inspected.device, "kind of processor": torch.backends.cpu.get_cpu_capability()}
     if inspected.device == "cuda":
         device["GPU"] = torch.cuda.get_device_name()

@@ -2,7 +2,8 @@
 model with the adapter merged in, piece by piece.
 
 Every extent is checksummed as it is read, and so is what lies in the checkpoint's own files, where a run has summed it. The new
-files take their place only when all checksums match.
+files take their place only when all checksums match. At the end of a run of several ranks the first one writes, and the others
+give it the weights of their stores, piece by piece: their boxes may be others.
 
 What training leaves alone is not in the store: parts that do not run on text, as a vision tower, layers that the model's class
 does not read, as those that predict further tokens, the values of buffers, and what frozen weights were before they were
@@ -11,12 +12,12 @@ rounded to the dtype of compute. An export copies these from the checkpoint that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from zlib import crc32
 
 import torch
@@ -45,12 +46,15 @@ from ..spec.model import ITEM_SIZE
 from ..spec.packed_tensors import READ_ONLY
 from ..swap.kernels import CHECKSUM_BLOCK, checksum, join
 from .quantised_weights import DecodingReader, PackedReader
+from .state import manifest as manifests
 from .state.at_rest import MODULUS, OpenStore, SavedStore, at_rest, file_of, not_as_named, other_content
 from .state.kept_companions import kept_adapter, kept_companions
 from .state.manifest import Manifest, StoredExtent, StoredStage, StoredTensor, Untouched
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from ..engine.ranks import Ranks
 
 
 # ---- weights of a store -----------------------------------------------------------------------------------------------
@@ -109,12 +113,12 @@ def _check_complete(name: str, parts: list[StoredTensor]) -> None:
 class StoreWeights:
     """Reads the weights that a manifest names, as bytes of `dtype`, under the names in the checkpoint they came from. Where
     several ranks have trained the model, each of the stores has some of the stages. `own`: of frozen ones, what they were
-    before they were rounded; None: as they were computed with."""
+    before they were rounded; None: as they were computed with. `away`: stores of ranks that give what they have."""
 
-    def __init__(self, *stores: OpenStore, dtype: str, own: OwnValues | None = None) -> None:
+    def __init__(self, *stores: OpenStore, dtype: str, own: OwnValues | None = None, away: Sequence[_AwayReader] = ()) -> None:
         self.manifest, self.dtype = stores[0].manifest, dtype
-        self._readers = [_StoreReader(store, own) for store in stores]
-        self._places: dict[str, list[tuple[_StoreReader, StoredStage, StoredTensor]]] = {}
+        self._readers: list[_StoreReader | _AwayReader] = [*(_StoreReader(store, own) for store in stores), *away]
+        self._places: dict[str, list[tuple[_StoreReader | _AwayReader, StoredStage, StoredTensor]]] = {}
         for stages in zip(*(reader.manifest.stages for reader in self._readers), strict=True):
             for reader, stage in zip(self._readers, stages, strict=True):
                 for tensor in stage.tensors:
@@ -275,21 +279,35 @@ class _StoreReader:
         return self._summed[extent].total % MODULUS
 
 
+# Asked of a rank beside weights: its manifest, and to compare the checksums of what was read.
+_MANIFEST, _CHECK = "manifest", "check"
+
+
+class _AwayReader:
+    """Reads the stages of the store of another rank, which is inside `give_weights`."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+        place = Path(f"rank {rank} on {ranks.hosts[rank]}") / manifests.NAME
+        self.manifest = manifests.parsed(place, bytes(ranks.ask(rank, _MANIFEST)).decode())
+
+    def part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int, dtype: str) -> memoryview:
+        return self._ranks.ask(self._rank, [stage.name, stored.name, first, end, dtype])
+
+    def check(self) -> None:
+        self._ranks.ask(self._rank, _CHECK)
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
 @contextmanager
-def stored_weights(
-    saved: SavedStore,
-    *,
-    dtype: str,
-    say: Callable[[str], None] | None,
-    model_dir: Path | None = None,
-    trained_only: bool = False,
-) -> Iterator[StoreWeights]:
-    """Opens the committed weights of a store, to be read as `dtype`. `model_dir`: where the model's checkpoint is now, if not
-    where it was. `trained_only`: nothing of what is frozen is read."""
+def _opened(
+    saved: SavedStore, *, dtype: str, say: Callable[[str], None] | None, model_dir: Path | None, trained_only: bool
+) -> Iterator[tuple[list[OpenStore], OwnValues | None]]:
+    """Opens the stores of a committed state here, and its frozen weights as they were before they were rounded, if these are
+    to be read."""
     with ExitStack() as stack:
         files: Literal["compared", "none"] = "none" if trained_only else "compared"
         stores = [
@@ -300,7 +318,48 @@ def stored_weights(
         if not trained_only:
             folder = model_dir or Path(saved.manifest.model_dir)
             own = stack.enter_context(own_values(saved.manifest, folder, dtype=dtype, say=say))
-        yield StoreWeights(*stores, dtype=dtype, own=own)
+        yield stores, own
+
+
+@contextmanager
+def stored_weights(
+    saved: SavedStore,
+    *,
+    dtype: str,
+    say: Callable[[str], None] | None,
+    model_dir: Path | None = None,
+    trained_only: bool = False,
+    ranks: Ranks | None = None,
+) -> Iterator[StoreWeights]:
+    """Opens the committed weights of a store, to be read as `dtype`. `model_dir`: where the model's checkpoint is now, if not
+    where it was. `trained_only`: nothing of what is frozen is read. `ranks`: the others give those of their stores."""
+    with _opened(saved, dtype=dtype, say=say, model_dir=model_dir, trained_only=trained_only) as (stores, own):
+        away = [] if ranks is None else [_AwayReader(ranks, rank) for rank in range(ranks.size) if rank != ranks.rank]
+        for rank, reader in enumerate(away, start=1):
+            if (reader.manifest.run, reader.manifest.commit) != (saved.manifest.run, saved.manifest.commit):
+                what = f"the store of rank {rank} is of another commit than {saved.folder}"
+                raise UsageError(what, hint="start all ranks again: they go on from the last commit that all have")
+        yield StoreWeights(*stores, dtype=dtype, own=own, away=away)
+
+
+def give_weights(saved: SavedStore, ranks: Ranks, *, dtype: str, model_dir: Path, say: Callable[[str], None] | None) -> None:
+    """Gives the first rank, which exports what all have trained (`export_store`), the weights of this rank's store. Raises
+    PeerLost."""
+    trained_only = kept_adapter(saved.folder) is not None
+    with _opened(saved, dtype=dtype, say=say, model_dir=model_dir, trained_only=trained_only) as ((store,), own):
+        reader = _StoreReader(store, own)
+        places = {(stage.name, tensor.name): (stage, tensor) for stage in saved.manifest.stages for tensor in stage.tensors}
+
+        def give(question: Any) -> Buffer:
+            if question == _MANIFEST:
+                return manifests.text_of(saved.manifest).encode()
+            if question == _CHECK:
+                reader.check()
+                return b""
+            stage, tensor, first, end, dtype = question
+            return reader.part(*places[stage, tensor], first, end, dtype)
+
+        ranks.answer(give)
 
 
 def export_store(
@@ -313,9 +372,11 @@ def export_store(
     model_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> list[Path]:
     """Writes what a store's run has trained to `out`: a model, or an adapter unless it is to be `merged`. `model_dir`: where
-    the model's checkpoint is now, if not where it was. Returns the files of weights."""
+    the model's checkpoint is now, if not where it was; `ranks`: of the run, which are all here or in `give_weights`. Returns
+    the files of weights."""
     adapter = kept_adapter(saved.folder)
     if merged and adapter is None:
         what = f"{saved.folder} holds a model and no adapter, so there is nothing to merge"
@@ -323,7 +384,10 @@ def export_store(
     alone = None if merged else adapter
     model_dir = model_dir or Path(saved.manifest.model_dir)
     companions = kept_companions(saved.folder) or model_dir
-    with stored_weights(saved, dtype=dtype, say=say, model_dir=model_dir, trained_only=alone is not None) as weights:
+    trained_only = alone is not None
+    with stored_weights(
+        saved, dtype=dtype, say=say, model_dir=model_dir, trained_only=trained_only, ranks=ranks
+    ) as weights:  # fmt: skip
         if alone is not None:
             return write_adapter(weights, out, companions=companions, configuration=alone, progress=progress)
         if adapter is None and any(is_added(weights.model_name(tensor)) for tensor in weights.tensors()):

@@ -233,7 +233,7 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False, amends: bo
     """Replaces the manifest in one step and returns when it is on stable storage. `keep`: the old one is kept as the one
     before. `amends`: it says more of the same state, so older ones stay. Raises FuyouError for a manifest that `read` would
     refuse: the run can still resume from the state before."""
-    path, text = directory / NAME, _text(manifest)
+    path, text = directory / NAME, text_of(manifest)
     if len(text) > LARGEST or has_too_many_values(text):
         raise FuyouError(
             f"{path} would have {len(text):,} bytes, which is more than fuyou can read back: nothing is committed",
@@ -252,7 +252,7 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False, amends: bo
         raise failed_writing(path, error) from error
 
 
-def _text(manifest: Manifest) -> str:
+def text_of(manifest: Manifest) -> str:
     """Writes one line per key, and the digest of all others last."""
     content = {"fuyou_store": VERSION, **asdict(manifest)}
     if manifest.share is None:
@@ -389,10 +389,10 @@ def read(directory: Path, name: str = NAME) -> Manifest | None:
         if isinstance(cause, OSError) and cause.errno not in NO_FILE:
             raise unreadable(path, cause) from None
         raise DamagedManifest(error.message, hint=error.hint) from None
-    return None if text is None else _parsed(path, text)
+    return None if text is None else parsed(path, text)
 
 
-def _parsed(path: Path, text: str) -> Manifest:
+def parsed(path: Path, text: str) -> Manifest:
     """Checks the digest, then the type of every value. That values fit together the digest stands for: a run wrote them."""
     try:
         content = object_in(path, text, names=True)
