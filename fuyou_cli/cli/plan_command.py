@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
 MOST_BOXES = 64
+_SLOWEST, _FASTEST = 1e5, 1e12  # bytes per second of a link
 _ETHERNET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(GbE|Gbit/s|Gbps|Mbit/s|Mbps)\s*$", re.IGNORECASE)
 
 
@@ -92,7 +93,8 @@ def _network(box: Box | None, boxes: int, link: str | None, ranks: int) -> Netwo
 
 
 def parse_link(text: str) -> float:
-    """Parses "10GbE", "25Gbit/s" or "1.2GB/s" into the bytes per second that arrive. Raises UsageError."""
+    """Parses "10GbE", "25Gbit/s" or "1.2GB/s" into the bytes per second that arrive. Raises UsageError, also for a rate that no
+    network has: one digit too many is easily written."""
     if (match := _ETHERNET.match(text)) is not None:
         unit = 1e6 if match[2].lower().startswith("m") else 1e9
         rate = float(match[1]) * unit / 8 * PAYLOAD
@@ -101,8 +103,9 @@ def parse_link(text: str) -> float:
             rate = parse_rate(text, "B/s")
         except ValueError:
             rate = 0.0
-    if not rate:
-        raise UsageError(f"--link: {text!r} is no rate of a network", hint="write 10GbE, 2.5GbE, 25Gbit/s or 1.2GB/s")
+    if not _SLOWEST <= rate <= _FASTEST:
+        what = f"--link: {text!r} is no rate of a network (those are from 1Mbit/s to 1TB/s)"
+        raise UsageError(what, hint="write 10GbE, 2.5GbE, 25Gbit/s or 1.2GB/s")
     return rate
 
 

@@ -136,7 +136,7 @@ def test_links(text: str, rate: float) -> None:
     assert parse_link(text) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "10", "0GbE", "-1GB/s", "10GB"])
+@pytest.mark.parametrize("text", ["", "fast", "0", "10", "1e30", "0GbE", "-1GB/s", "10GB", "1B/s", "1000000GbE", "2TB/s"])
 def test_links_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="is no rate of a network"):
         parse_link(text)
