@@ -2,8 +2,9 @@
 
 Each number of ranks has folders of its own (`store_folders.of_rank`), and where a stage lies in a store follows from the plan
 of the rank that computes it. So every stage is copied, from the store of its owner before into that of its owner now, and
-compared with the checksums in the old manifest on the way. What is there stays as it is until all ranks have committed what is
-here: whatever ends the run before, the same command begins again from there.
+compared with the checksums in the old manifest on the way, and read back from here before it is committed (`Saver.bring`). What
+is there stays as it is until all ranks have committed what is here: whatever ends the run before, the same command begins again
+from there.
 """
 
 from __future__ import annotations

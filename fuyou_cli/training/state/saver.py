@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from ...core.disk import REMEDIES
-from ...core.errors import DamagedStateError, OutOfSpaceError, UnreadableError, UsageError
-from ...core.json_files import from_json
+from ...core.errors import DamagedStateError, OutOfSpaceError, SwapError, UnreadableError, UsageError
 from ...core.paths import open_own
 from ...core.process import SILENT, Patience
 from ...core.units import align_up
@@ -184,9 +183,10 @@ class Saver:
         self._trains = any(stage.trained for stage in files.model.stages)
         peers, self._is_copy = ready.planned.ring, ready.planned.is_copy
         self._peers = peers  # that have stages each
+        self._sync = store.sync
         self._folders = () if peers is None else tuple(peers.all_gather("store", str(self.folder)))
         self.commits = Commits(
-            flush=store.sync if not self._is_copy else lambda: None,
+            flush=self._sync if not self._is_copy else lambda: None,
             name=self._name if not self._is_copy else lambda manifest: None,
             agreed=(lambda manifest: None) if peers is None else (lambda manifest: peers.named_by_all(manifest.commit)),
             durable=None if ready.planned.moves else ready.planned.manifest,
@@ -280,7 +280,6 @@ class Saver:
         compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
         self.files.restore(saved, self.residency.records)
         self.standing.resume(saved)
-        self._evaluate_as_first()
         self.standing.losses, note = read_losses(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
@@ -289,8 +288,8 @@ class Saver:
         self._remove_elsewhere()
 
     def bring(self, store: SavedStore, progress: Progress) -> None:
-        """Brings the state of another number of ranks here, commits it, and only then removes it there. `progress` gets the
-        bytes copied."""
+        """Brings the state of another number of ranks here, reads it back, commits it, and only then removes it there.
+        `progress` gets the bytes copied."""
         saved, standing = store.manifest, self.standing
         if self._peers is not None:
             self._peers.all_gather("given up what was here", None)  # so that a folder without a manifest is a lost one
@@ -303,7 +302,20 @@ class Saver:
         standing.changes = (*saved.changes, *self.ready.changes)[-MOST_CHANGES:]
         compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
         bring_stages(store, self.files, self.residency.records, self.window(), say=self.say, progress=progress)
-        self.commits.begin(self._manifest("committed"))
+        brought = self._manifest("committed")
+        self._sync()
+        damage: object
+        try:
+            damage = self._first_damage(brought)
+        except SwapError as error:  # the daemon knows what it has written
+            damage = error.message
+        if damage is not None:
+            raise DamagedStateError(
+                f"what was brought to {self.folder} does not read back as it was written: {damage}",
+                hint="nothing is removed where it was: the same command brings it again. If that fails too, name a folder on "
+                "another drive in offload.dir",
+            )
+        self.commits.begin(brought)
         self.commits.finish()
         assert self.commits.last is not None
         self.files.restore(self.commits.last, self.residency.records)
@@ -347,14 +359,6 @@ class Saver:
             self.say(f"falling back to the state after step {older.step}, which is intact on every rank")
             newest = older
         return newest
-
-    def _evaluate_as_first(self) -> None:
-        """Takes over what rank 0 knows of evaluations: others may have committed the same step before it was evaluated."""
-        if self._peers is not None:
-            known = (self.standing.evaluated, *self.standing.evaluated_before)
-            of_first = self._peers.all_gather("evaluated", [evaluated and asdict(evaluated) for evaluated in known])[0]
-            last, *before = (evaluated and from_json(Evaluated, evaluated) for evaluated in of_first)
-            self.standing.evaluated, self.standing.evaluated_before = last, tuple(before)
 
     def _as_it_goes_on(self, saved: Manifest) -> Manifest:
         """Records at once what the recipe says now, so that the next run need not be told of its changes again."""
