@@ -19,7 +19,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import FuyouError, Interrupted, PeerLost, UsageError
 from ..core.json_files import from_json, one_line
+from ..core.process import in_thread
 from ..spec.network import Network
 from ..spec.plan import Numerics, Plan
 
@@ -43,6 +43,7 @@ _STARTED_BY = {
     "SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun",
     "NNODES": "a script for torchrun",
 }  # fmt: skip
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # in the environment of ranks that it has started
 LAUNCHER = "FUYOU_LAUNCHER"  # in the environment of ranks that `--nproc` has started: its process
 _LINE = (
     "let torchrun start it, on every box: torchrun --nnodes 2 --node-rank 0 (1 on the other) --nproc-per-node 1 "
@@ -397,24 +398,16 @@ def _shown(value: Any) -> str:
 # ---- joining -----------------------------------------------------------------------------------------------------------
 
 
-def _while_waiting(begin: Callable[[], Any]) -> Any:
-    """Returns what `begin` returns, which waits inside torch, where no signal ends it. Ctrl-C ends this process without it, and
-    so does the end of the launcher, which nobody else would notice before ranks are connected."""
-    waiting = Future[Any]()
+def watched_launcher(environ: Mapping[str, str]) -> Callable[[], None]:
+    """Returns what raises FuyouError once the launcher of this rank is gone, which nobody else would notice before ranks are
+    connected: of `--nproc`, or torchrun. Whoever starts a rank by hand may leave it alone."""
+    launcher = environ.get(LAUNCHER) or (str(os.getppid()) if _OF_TORCHRUN in environ else None)
 
-    def work() -> None:
-        try:
-            waiting.set_result(begin())
-        except (RuntimeError, OSError, ValueError) as error:
-            waiting.set_exception(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(timeout=_BEAT)
-        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+    def look() -> None:
+        if launcher is not None and launcher != str(os.getppid()):
             raise FuyouError("the launcher of this rank is gone", hint="start all ranks again: they go on from the last commit")
-    return waiting.result(timeout=0)
+
+    return look
 
 
 def _joined_store(place: Place) -> Any:
@@ -422,8 +415,9 @@ def _joined_store(place: Place) -> Any:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
+    look = watched_launcher(os.environ)
     try:
-        store, _, _ = _while_waiting(lambda: next(rendezvous("env://", timeout=_JOINING)))
+        store, _, _ = in_thread(lambda: next(rendezvous("env://", timeout=_JOINING)), look=look)
     except (RuntimeError, OSError) as error:
         raise UsageError(
             f"rank {place.rank} of {place.count} cannot join at {place.address}:{place.port}: {one_line(str(error))}",
@@ -451,13 +445,15 @@ def _joined_gloo(place: Place, store: Any, hosts: Sequence[str], *, one_box: boo
 
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(place, one_box=one_box)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+    look = watched_launcher(os.environ)
     try:
         # nothing goes through the first group: it finds out in time whether the boxes reach one another
-        _while_waiting(
-            lambda: dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_CONNECTING)
+        in_thread(
+            lambda: dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.count, timeout=_CONNECTING),
+            look=look,
         )
-        of_steps, beside, farewells = _while_waiting(
-            lambda: [dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(3)]
+        of_steps, beside, farewells = in_thread(
+            lambda: [dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(3)], look=look
         )
         return Ranks(of_steps, hosts), Ranks(beside, hosts), farewells
     except RuntimeError as error:

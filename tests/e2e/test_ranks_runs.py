@@ -17,9 +17,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 from proof.nursery import Child
+from safetensors.torch import load_file
 
 from fuyou_cli.machine.profile import core_count, usable_memory
+from fuyou_cli.training.evaluation import kept_step
 from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import HANGS, NewProject, Project, write_llama
@@ -27,7 +30,10 @@ from .conftest import ended as run_ended
 
 STEPS = 40
 ENDS = 5.0  # seconds in which ranks end that have lost a peer or their launcher
-CHANGES = {"train.max_steps": STEPS, "train.peer_timeout": "20s"}
+CHANGES = {
+    "train.max_steps": STEPS, "train.peer_timeout": "20s", "export.dtype": "bfloat16", "dataset.eval_fraction": 0.2,
+    "eval": {"every_steps": 10, "keep_best": True},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -119,19 +125,27 @@ def files_of(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
-def sums_of(project: Project) -> dict[tuple[str, str], int]:
+def sums_of(project: Project, steps: int) -> dict[tuple[str, str], int]:
     """The checksum of everything that the newest manifests name, of whatever rank: by stage and tensor."""
     found = {}
     for path in project.folder.rglob(manifests.NAME):
         saved = manifests.read(path.parent)
-        assert saved is not None and saved.step == STEPS
+        assert saved is not None and saved.step == steps
         found |= {(stage.name, name): extent.sum for stage in saved.stages for name, extent in stage.extents()}
     return found
 
 
-def assert_alike(ours: Project, theirs: Project, exported: str = "model") -> None:
+def best_of(project: Project) -> tuple[int | None, dict[str, bytes]]:
+    """The best weights, and after which step they were kept. Their files also name the run."""
+    folder = project.out / "best"
+    tensors = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return kept_step(folder), {name: value.view(torch.uint8).numpy().tobytes() for name, value in tensors.items()}
+
+
+def assert_alike(ours: Project, theirs: Project, exported: str = "model", steps: int = STEPS) -> None:
     assert ours.losses() == theirs.losses()
-    assert sums_of(ours) == sums_of(theirs)
+    assert best_of(ours) == best_of(theirs)
+    assert sums_of(ours, steps) == sums_of(theirs, steps)
     assert files_of(ours.out / exported) == files_of(theirs.out / exported)
 
 
@@ -164,6 +178,7 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
     with started(ranks, *fuyou(ranks, "--nproc", "2")) as launcher:
         assert "resuming after step" in ended(launcher)
     assert_alike(ranks, one)
+    assert best_of(one)[0] is not None
     assert (ranks.out / "ranks" / "1.log").is_file() and not (ranks.out / "ranks" / "0.log").exists()
 
     figures = json.loads((ranks.out / "log.jsonl").read_text().splitlines()[-1])["ranks"]
@@ -195,7 +210,7 @@ def test_torchrun_on_each_box_ends_as_one_process_does(project: Callable[[str], 
     assert 0.42 * usable_memory() < budget(torchrun) < 0.46 * usable_memory(), "not a half of what one process would take"
     shutil.rmtree(torchrun.out / "model")
     assert torchrun.done("verify", torchrun.out).stdout.count("all checksums match") >= 2
-    torchrun.done("export", torchrun.out, torchrun.folder / "again", "--dtype", "float32")
+    torchrun.done("export", torchrun.out, torchrun.folder / "again")
     assert files_of(torchrun.folder / "again") == files_of(one.out / "model")
     words = ("--prompt", "The road", "--max-new-tokens", "8")
     assert torchrun.done("generate", torchrun.out, *words).stdout == one.done("generate", one.out, *words).stdout
@@ -215,14 +230,8 @@ def test_torchrun_on_each_box_ends_as_one_process_does(project: Callable[[str], 
 def test_replicas_of_an_adapter_end_as_one_process_does(project: Callable[[str], Project]) -> None:
     """Two processes, of which one is killed, then one alone, then two again: each goes on with what the first one has saved."""
     pytest.importorskip("peft", reason="peft comes with the extra lora")
-    words = (
-        "adapter={r: 4}",
-        "train.lanes=2",
-        "eval.every_steps=20",
-        "eval.keep_best=true",
-        "dataset.eval_fraction=0.2",
-        "export.dtype=bfloat16",
-    )
+    stops = 30  # no evaluation is better by so much
+    words = ("adapter={r: 4}", "train.lanes=2", "train.early_stopping={patience: 3, min_delta: 100}")
     one, several = map(project, ("one", "several"))
     one.done("finetune", one.recipe, "--assume-rates", *words)
 
@@ -239,7 +248,8 @@ def test_replicas_of_an_adapter_end_as_one_process_does(project: Callable[[str],
     assert alone.wait().code == -signal.SIGKILL
     end = run_ended(two_ranks(several, *words))
     assert end.returncode == 0 and "resuming after step" in end.stderr, end
-    assert_alike(several, one, "adapter")
+    assert max(one.losses()) == stops
+    assert_alike(several, one, "adapter", stops)
     assert (several.out / "best" / "adapter_model.safetensors").is_file()
     assert list((several.out / "store").iterdir()) == [store]
 
@@ -366,7 +376,7 @@ def test_the_newer_run_is_the_recipes(project: Callable[[str], Project]) -> None
     assert run_ended(two_ranks(ranks, "train.max_steps=2")).returncode == 0
     ranks.done("finetune", ranks.recipe, "--assume-rates", "train.max_steps=3", "checkpoint.resume=never")
     (alone,) = (folder for folder in (ranks.out / "store").iterdir() if not folder.name.endswith("of2"))
-    written = ranks.done("export", ranks.recipe, ranks.folder / "again", "export.dtype=float32")
+    written = ranks.done("export", ranks.recipe, ranks.folder / "again")
     assert files_of(ranks.folder / "again") == files_of(ranks.out / "model"), written.stderr
     assert "already finished" in ranks.done("finetune", ranks.recipe, "train.max_steps=3").stderr
     end = run_ended(two_ranks(ranks, "train.max_steps=3"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -271,3 +274,38 @@ def test_half_an_environment_is_told_what_lacks(left_out: str) -> None:
 def test_other_tools_are_told_what_to_write(environment: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         place_of(environment)
+
+
+ORPHAN = """
+import os, sys, time
+from fuyou_cli.training.peers import watched_launcher
+look = watched_launcher(os.environ)
+look()
+print("began", flush=True)
+until = time.monotonic() + float(sys.argv[1])
+try:
+    while time.monotonic() < until:
+        look()
+        time.sleep(0.01)
+    print("was left")
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("started_by", "watches", "said"),
+    [("TORCHELASTIC_RUN_ID", 120.0, "the launcher of this rank is gone"), ("NOBODY", 0.5, "was left")],
+)
+def test_a_rank_sees_that_its_launcher_is_gone(started_by: str, watches: float, said: str) -> None:
+    """A shell starts it, and ends when it has begun. Only of a launcher that is one."""
+    words = shlex.join([sys.executable, "-c", ORPHAN, str(watches)])
+    launcher = subprocess.Popen(
+        ["/bin/sh", "-c", f"{words} & read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, started_by: "1"},
+    )  # fmt: skip
+    assert launcher.stdin is not None and launcher.stdout is not None
+    assert launcher.stdout.readline() == "began\n"
+    launcher.stdin.close()
+    assert launcher.stdout.read() == f"{said}\n"  # ends when the rank does
+    launcher.wait()
