@@ -69,7 +69,16 @@ class Runs:
         self._setting, self.options = setting, options
         self.folder = fresh(setting.work / "boxes")
 
-    def recipe(self, name: str, *, budget: int, steps: int | None = None, home: str = "ssd", measures: bool = False) -> Path:
+    def recipe(
+        self,
+        name: str,
+        *,
+        budget: int,
+        steps: int | None = None,
+        home: str = "ssd",
+        measures: bool = False,
+        exports: bool = False,
+    ) -> Path:
         out = self.folder / name / "out"
         out.mkdir(parents=True)
         offload = {
@@ -81,7 +90,7 @@ class Runs:
             entry=self._setting.entry, commit_every="auto", offload=offload,
             train={"micro_batch_size": self.options.rows // PARTS, "threads": 1, "peer_timeout": f"{TIMEOUT}s"},
             precision={"compute": "float32"},  # without AVX-512 bfloat16 is slow
-            export={"at_end": False},
+            export={"at_end": exports},
         )  # fmt: skip
         return path.rename(out.parent / "recipe.yaml")
 
@@ -116,19 +125,19 @@ def alike(runs: Runs) -> dict[str, Any]:
     """Trains by all three commands. Returns how many tensors are alike, and the time of a step on the boxes."""
     budget, endings = runs.options.budget, {}
     for name, words in (("one process", ()), ("--nproc 2", ("--nproc", "2"))):
-        recipe = runs.recipe(name.replace(" ", "-"), budget=2 * budget)
+        recipe = runs.recipe(name.replace(" ", "-"), budget=2 * budget, exports=True)
         runs.alone(recipe, *words)
         endings[name] = ending(recipe)
         say(f"{name}: {seconds_of(recipe):.3f} s a step")
-    recipe = runs.recipe("torchrun", budget=budget)
+    recipe = runs.recipe("torchrun", budget=budget, exports=True)
     runs.on_boxes(recipe, torchrun=True)
     endings["torchrun"] = ending(recipe)
     first = endings["one process"]
     unlike = [f"{name} of {which}" for which, one in endings.items() for name in first if one[name] != first[name]]
     if unlike:
         raise Lost(f"not those of one process: {', '.join(unlike)}")
-    if not first["sums"] or len(first["losses"]) != runs.options.steps:
-        raise Lost(f"{len(first['sums'])} tensors and {len(first['losses'])} losses are no run")
+    if not first["sums"] or not first["export"] or len(first["losses"]) != runs.options.steps:
+        raise Lost(f"{len(first['sums'])} tensors, {len(first['export'])} files and {len(first['losses'])} losses are no run")
     return {"tensors": len(first["sums"]), "seconds": seconds_of(recipe)}
 
 
@@ -181,7 +190,7 @@ def bits_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     free = setting.attempt("three commands", lambda: alike(runs))
     if free.get("failed"):
         return [lost_row(what, asked, free)]
-    rows = [holds(what, asked, f"{free['tensors']} tensors and every loss", True, values=free)]
+    rows = [holds(what, asked, f"{free['tensors']} tensors, every loss and the export", True, values=free)]
     result = setting.attempt("link cut", lambda: cut(runs, link))
     what, asked = "the link cut within a step", f"both end in {TIMEOUT:g} + {ENDS:g} s, and name rank and host"
     rows.append(

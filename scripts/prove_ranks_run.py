@@ -8,8 +8,9 @@ Two ranks train a run of 60 tiny steps, each committed. They are killed (SIGKILL
 or both at a random moment, one at a random call on its files, which most often is inside a commit, or the launcher of
 `--nproc 2`, alone or with a rank. Whoever is left must end within five seconds, a rank with an error that names the other, or
 with the run's own end. What all ranks had committed must still be whole. The same command goes on, and is killed again; now and
-then one process goes on in place of two, which brings the state from their stores, and is killed too. Each run that comes to
-its end must have the states, losses and export of one process, to the last bit. Where no launcher started the ranks, nobody can
+then one process goes on in place of two, or two in place of one, which bring the state from the stores before, and are killed
+too, most often at a call on files while they do. Each run that comes to its end must have the states, losses, export and best
+weights of one process, to the last bit. Where no launcher started the ranks, nobody can
 tell one that still waits for the others that they never come: the proof ends it by SIGTERM then, as torchrun would.
 
 A rank whose drive is full from a random call on ends, and the other with it, as above. One that is frozen (SIGSTOP) is found
@@ -19,6 +20,7 @@ after `train.peer_timeout`.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import random
 import shutil
@@ -38,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import crashes
 from proof.nursery import Child, Ended, Nursery
 from proof.setting import Lost, Setting, fresh, lost_row, parser, run_script
-from proof.shim import Trace, build, preloaded
+from proof.shim import Call, Trace, build, preloaded
 from proof.tiny_runs import Place, placed
 from proof.verdicts import holds
 
@@ -52,9 +54,12 @@ JOINS = 30.0  # the same while ranks begin
 FROZEN = 6  # seconds of `train.peer_timeout` where a rank is frozen
 EACH = 10  # kills of one run
 AT_ONCE = 20  # kills that are kept together
-WAYS = ("moment", "moment", "call", "call", "launcher", "one process")  # one is drawn for each kill
+WAYS = ("moment", "moment", "call", "call", "launcher", "one process", "move", "move")  # one is drawn for each kill
 FOR_EVER = 10**9
-CHANGES = {"train.clip_grad_norm": 0.5}
+CHANGES = {
+    "train.clip_grad_norm": 0.5, "dataset.eval_fraction": 0.1, "export.dtype": "bfloat16",
+    "eval": {"every_steps": 5, "keep_best": True},
+}  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -74,6 +79,7 @@ class Tally:
     by_call: int = 0  # kills at a call on files
     launchers: int = 0  # that were killed
     alone: int = 0  # kills of one process in place of two
+    moving: int = 0  # kills while the state of another number of processes was brought
     joining: int = 0  # survivors that had not joined yet, and ended when they were told to
     slowest: float = 0.0  # seconds until a rank had ended that lost its peer
 
@@ -84,6 +90,7 @@ class Pair:
     def __init__(self, place: Place, second: Nursery) -> None:
         self.place, self._nurseries = place, (place.nursery, second)
         self.calls = 1  # of a rank on its files in a whole run, about
+        self.moves: dict[int, range] = {}  # by how many processes go on: a process's calls on files while it brings a state
 
     def trace(self, recipe: Path) -> Trace:
         return Trace(self.place.folder / "ranks.trace", recipe.parent)
@@ -115,6 +122,28 @@ def paired(folder: Path) -> Iterator[Pair]:
             yield Pair(place, second)
 
 
+def learn_moves(pair: Pair, recipe: Path) -> None:
+    """Sees which calls of a process bring a state: what two ranks have trained goes to one process, and back."""
+    for count in (1, RANKS):
+        trace = pair.trace(recipe)
+        if count == 1:
+            children = [pair.place.begin("finetune", recipe, trace=trace)]
+        else:
+            children = pair.begin(recipe, rank_with=0, seen=trace.environment())
+        for child in children:
+            _check(child.wait(), recipe)
+        calls = [number for number, call in enumerate(trace.calls(), start=1) if _is_of_move(call, count)]
+        pair.moves[count] = range(calls[0], calls[-1] + 1)
+
+
+def _is_of_move(call: Call, count: int) -> bool:
+    """Tells whether a call writes a manifest that is loaded into, or removes a store of another number of processes."""
+    folder = Path(call.file).parent
+    if call.what == "unlink":
+        return call.file.endswith("store.bin") and rank_count(folder) != count
+    return call.what == "create" and folder.parent.name == "store"
+
+
 def stores(recipe: Path) -> list[Path]:
     return sorted(path.parent for path in recipe.parent.rglob(manifests.NAME))
 
@@ -127,7 +156,16 @@ def ending(recipe: Path) -> dict[str, Any]:
         assert saved is not None
         sums |= {f"{stage.name} {name}": extent.sum for stage in saved.stages for name, extent in stage.extents()}
     steps = {line["step"]: line["loss"] for line in read_log(recipe.parent / "out" / "log.jsonl") if line["event"] == "step"}
-    return {"sums": sums, "losses": steps, "export": crashes.exported(recipe)}
+    return {"sums": sums, "losses": steps, "export": crashes.exported(recipe), "best": best(recipe)}
+
+
+def best(recipe: Path) -> dict[str, str]:
+    """Returns digests of the best weights, without what their files begin with, which names the run."""
+    contents = {file.name: file.read_bytes() for file in (recipe.parent / "out" / "best").glob("*.safetensors")}
+    return {
+        name: hashlib.sha256(content[8 + int.from_bytes(content[:8], "little") :]).hexdigest()
+        for name, content in contents.items()
+    }
 
 
 def committed(recipe: Path, tally: Tally) -> int:
@@ -154,18 +192,10 @@ def killed(pair: Pair, recipe: Path, draw: random.Random, seconds: float, tally:
         return _killed_alone(pair.place.begin("finetune", recipe), recipe, draw.uniform(0, seconds), tally)
     if way == "launcher":
         return _killed_launcher(pair.launched(recipe), recipe, draw, seconds, tally)
+    if way == "move":
+        return _killed_moving(pair, recipe, draw, tally)
     if way == "call":
-        rank, call = draw.randrange(RANKS), draw.randrange(1, pair.calls)
-        seen = pair.trace(recipe).environment(fault=f"{call}:{call}:kill")
-        ends = over_together(pair.begin(recipe, rank_with=rank, seen=seen), recipe, tally)
-        if all(end.code == 0 for end in ends):
-            return False
-        if ends[rank].code != -signal.SIGKILL:
-            raise Lost(f"rank {rank}: exit code {ends[rank].code}\n{ends[rank].text}")
-        if ends[1 - rank].code != -signal.SIGTERM:
-            _check_survivor(1 - rank, ends[1 - rank])
-        tally.by_call += 1
-        return True
+        return _killed_at(pair, recipe, draw.randrange(1, pair.calls), draw, tally)
     began, children = time.time(), pair.begin(recipe)
     if children[0].is_over(draw.uniform(0, seconds)):
         for child in children:
@@ -176,6 +206,38 @@ def killed(pair: Pair, recipe: Path, draw: random.Random, seconds: float, tally:
         children[rank].send(signal.SIGKILL)
     survive(children, lost, ENDS, tally, has_begun=partial(is_written_since, recipe, began))
     return True
+
+
+def _killed_at(pair: Pair, recipe: Path, call: int, draw: random.Random, tally: Tally) -> bool:
+    """Kills a rank at this call on its files."""
+    rank, fault = draw.randrange(RANKS), f"{call}:{call}:kill"
+    children = pair.begin(recipe, rank_with=rank, seen=pair.trace(recipe).environment(fault=fault))
+    ends = over_together(children, recipe, tally)
+    if all(end.code == 0 for end in ends):
+        return False
+    if ends[rank].code != -signal.SIGKILL:
+        raise Lost(f"rank {rank}: exit code {ends[rank].code}\n{ends[rank].text}")
+    if ends[1 - rank].code != -signal.SIGTERM:
+        _check_survivor(1 - rank, ends[1 - rank])
+    tally.by_call += 1
+    return True
+
+
+def _killed_moving(pair: Pair, recipe: Path, draw: random.Random, tally: Tally) -> bool:
+    """Goes on with another number of processes than have saved the state, and kills one at a call while it brings that. Where
+    nothing is saved yet, it loads."""
+    alone = any(rank_count(store) == RANKS for store in stores(recipe))
+    call = draw.choice(pair.moves[1 if alone else RANKS])
+    if alone:
+        trace = pair.trace(recipe)
+        end = pair.place.begin("finetune", recipe, trace=trace, fault=f"{call}:{call}:kill").wait()
+        is_killed = end.code == -signal.SIGKILL
+        if not is_killed:
+            _check(end, recipe)
+    else:
+        is_killed = _killed_at(pair, recipe, call, draw, tally)
+    tally.moving += is_killed and len({rank_count(store) for store in stores(recipe)}) > 1
+    return is_killed
 
 
 def is_written_since(recipe: Path, began: float) -> bool:
@@ -359,8 +421,9 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         for child in pair.begin(two, rank_with=1, seen=trace.environment()):
             _check(child.wait(), two)
         seconds, pair.calls = time.monotonic() - begun, len(trace.calls())
-        if ending(two) != whole:
+        if ending(two) != whole or not whole["best"]:
             raise Lost("two ranks that nobody kills do not end as one process")
+        learn_moves(pair, two)
 
         def some(kills: int, seed: int) -> Tally:
             return kill_some(pair, whole, seconds, kills=kills, seed=seed)
@@ -372,9 +435,8 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         else:
             note = (
                 f"{result['by_call']} at a call on files, {result['launchers']} of launchers, {result['alone']} of one process "
-                f"in place of two; {result['apart']} times one commit apart; {result['joining']} left alone had not joined; "
-                f"others ended in "
-                f"{result['slowest']:.1f} s"
+                f"in place of two, {result['moving']} inside a move; {result['apart']} times one commit apart; "
+                f"{result['joining']} left alone had not joined; others ended in {result['slowest']:.1f} s"
             )
             made = result["kills"]
             rows.append(holds(what, f"{options.kills}", f"{made}", made >= options.kills, note=note, values=result))
