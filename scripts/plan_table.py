@@ -187,8 +187,9 @@ def figures_of(case: Case, *, dense: bool = False) -> dict[str, Any] | str:
 def _figures_of_ring(loaded: LoadedRecipe, case: Case) -> dict[str, Any] | str:
     """Returns the figures of several boxes: a step of all, and what the fullest of them writes."""
     from fuyou_cli.advice.rings import plan_ring
+    from fuyou_cli.cli.plan_command import parse_link
     from fuyou_cli.machine.described import described_box
-    from fuyou_cli.spec.network import Network, parse_link
+    from fuyou_cli.spec.network import Network
 
     network = Network(boxes=case.boxes, link=parse_link(LINK), link_name=LINK)
     ring = plan_ring(loaded, described_box(f"{case.gpu},{case.drives},{case.ram}"), network, say=write_status, beside=False)
