@@ -2,7 +2,8 @@
 
 Which of these binds depends on what a rank has: an embedding takes hardly any compute, but as long to update as three blocks.
 So a few deals are made, by compute, by parameters and by what lies between, and the one whose slowest rank is the fastest is
-taken. Times are those of the stages alone: what rests where is not planned yet.
+taken. Times are those of the stages alone: what rests where is not planned yet. All ranks wait while one computes the head: so
+its compute is everybody's, and blocks are dealt by compute as if it took none.
 
 Then a rank gets as many blocks in a row as its network asks for. With one at a turn every output crosses, while all ranks
 compute. With more of them less crosses, but a rank computes all micro-batches of a block before the next one's first, and the
@@ -38,6 +39,7 @@ class StageTime:
     resting: int
     read: int
     written: int
+    waited_for: bool = False  # all other ranks wait while it computes
 
     @property
     def compute(self) -> float:
@@ -62,6 +64,7 @@ def _stage_time(costs: Costs, stage: StageSpec) -> StageTime:
         resting=stage.weight_bytes + stage.state_bytes,
         read=passes * sweeps * stage.weight_bytes * (not stage.looked_up) + stage.state_bytes,
         written=stage.trained_weight_bytes + stage.state_bytes,
+        waited_for=stage.kind == "head",
     )
 
 
@@ -87,8 +90,11 @@ def _compute_seconds(costs: Costs, stage: StageSpec) -> tuple[float, float]:
 def fastest_deal(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network) -> tuple[int, ...]:
     """Returns the rank of each stage. `hardware` and `request` are those of one rank; all ranks are taken to be alike."""
     times, ranks = stage_times(model, hardware, request), network.ranks
-    compute, size = sum(time.compute for time in times) or 1.0, sum(time.resting for time in times) or 1
-    mixes = [[mix * time.compute / compute + (1 - mix) * time.resting / size for time in times] for mix in _MIXES]
+    shared, size = [0.0 if time.waited_for else time.compute for time in times], sum(time.resting for time in times) or 1
+    mixes = [
+        [mix * own / (sum(shared) or 1.0) + (1 - mix) * time.resting / size for own, time in zip(shared, times, strict=True)]
+        for mix in _MIXES
+    ]
 
     def longest(mix: list[float]) -> float:
         return slowest(deal(model, ranks, mix), times, hardware, request)
@@ -116,7 +122,7 @@ class _Chain:
     sweeps: int
     forward: float
     backward: float
-    rest: float  # seconds of heads
+    rest: float  # seconds of heads, for which all wait
     ahead: bool  # a device begins with a micro-batch when it has the next as well
     crossing: tuple[float, ...]
 
@@ -144,10 +150,10 @@ class _Chain:
 
     def seconds(self, at_a_turn: int, least: float) -> float:
         """Returns the seconds if ranks have so many blocks at a turn. `least`: those of the slowest rank alone."""
-        alone = (self.sweeps * self.blocks * (self.forward + self.backward) + self.rest) / self.ranks
+        alone = self.sweeps * self.blocks * (self.forward + self.backward) / self.ranks + self.rest
         longer = max(1.0, least / alone) if alone else 1.0  # where its updates or drives bind
         passes = (self._pass(block, longer * block, at_a_turn) for block in (self.forward, self.backward))
-        return self.sweeps * sum(passes) + longer * self.rest / (self.ranks if at_a_turn == 1 else 1)
+        return self.sweeps * sum(passes) + self.rest
 
     def _pass(self, block: float, bound: float, at_a_turn: int) -> float:
         """Returns the seconds of one forward or backward. With one block at a turn, a turn takes the longest of a rank's own
@@ -164,21 +170,20 @@ class _Chain:
 
 def slowest(owners: Sequence[int], times: Sequence[StageTime], hardware: HardwareProfile, request: PlanRequest) -> float:
     """Estimates the seconds of the slowest rank's step."""
-    ranks = range(max(owners) + 1)
-    return max(
-        _rank_seconds([t for t, owner in zip(times, owners, strict=True) if owner == r], hardware, request) for r in ranks
-    )
+    ranks, waited_for = range(max(owners) + 1), sum(time.compute for time in times if time.waited_for)
+    of_ranks = ([time for time, owner in zip(times, owners, strict=True) if owner == rank] for rank in ranks)
+    return max(_rank_seconds(own, waited_for, hardware, request) for own in of_ranks)
 
 
-def _rank_seconds(times: Sequence[StageTime], hardware: HardwareProfile, request: PlanRequest) -> float:
+def _rank_seconds(times: Sequence[StageTime], waited_for: float, hardware: HardwareProfile, request: PlanRequest) -> float:
     """Estimates a rank's step: its longest time, and a little of the others. What a GPU has room for is updated there, and what
-    RAM has room for does not cross."""
+    RAM has room for does not cross. `waited_for`: seconds of compute here or elsewhere beside which no rank computes."""
     resting = sum(time.resting for time in times) or 1
     on_device = min(1.0, _RESTING * (request.gpu_budget or 0) / resting) if request.device == "cuda" else 0.0
     on_ssd = max(0.0, 1.0 - on_device - _RESTING * request.cpu_budget / resting)
     moved = [int(on_ssd * sum(getattr(time, way) for time in times)) for way in ("read", "written")]
     seconds = [
-        sum(time.compute for time in times),
+        waited_for + sum(time.compute for time in times if not time.waited_for),
         (1 - on_device) * sum(time.update for time in times),
         *store_seconds(hardware.lasting(), *moved).values(),  # what is written each step fills any fast region
     ]

@@ -10,7 +10,7 @@ from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.dealing import fastest_deal, slowest, stage_times
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.ring import check_owners, deal
+from fuyou_cli.planner.ring import check_owners, deal, work
 from fuyou_cli.spec.hardware import STORE_RATES
 from fuyou_cli.spec.network import Network
 
@@ -44,16 +44,19 @@ def test_no_rank_takes_much_longer_than_its_share(ranks: int, most: float) -> No
     assert slowest(owners, times, MACHINE, small) <= most * share < slowest(deal(LLAMA, ranks), times, MACHINE, small)
 
 
-def test_where_compute_binds_the_head_counts_for_its_flops() -> None:
-    fast = replace(MACHINE, adamw=((1, 1e15),), store_read=1e15, store_write=1e15)
-    few, many = sorted(blocks_of(fastest_deal(LLAMA, replace(fast, sustained_write=0.0), ASKED, Network(boxes=2))))
-    assert many - few == pytest.approx(3 * HEAD.forward_flops / (4 * LLAMA.stages[1].forward_flops), abs=1)
+def test_where_compute_binds_the_heads_rank_has_as_many_blocks() -> None:
+    """All others wait for the head, however few blocks its rank has."""
+    fast = replace(MACHINE, adamw=((1, 1e15),), store_read=1e15, store_write=1e15, sustained_write=0.0)
+    assert blocks_of(fastest_deal(LLAMA, fast, ASKED, Network(boxes=2))) == [16, 16]
+    assert blocks_of(fastest_deal(LLAMA, fast, ASKED, Network(boxes=4))) == [8, 8, 8, 8]
 
 
 def test_where_updates_bind_the_embedding_counts_for_its_parameters() -> None:
-    slow = replace(MACHINE, adamw=((1, 1e8),))
-    by_compute, by_updates = (blocks_of(fastest_deal(LLAMA, machine, ASKED, Network(boxes=2))) for machine in (MACHINE, slow))
-    assert abs(by_updates[0] - by_updates[1]) <= 1 < by_compute[0] - by_compute[1]
+    slow, table = replace(MACHINE, adamw=((1, 1e8),)), replace(LLAMA.stages[0], banks=2 * LLAMA.stages[0].banks)
+    wide = replace(LLAMA, stages=(table, *LLAMA.stages[1:]))  # more than the head has on the other rank
+    by_compute, by_updates = (blocks_of(fastest_deal(wide, machine, ASKED, Network(boxes=2))) for machine in (MACHINE, slow))
+    assert by_compute == [16, 16]
+    assert by_updates[1] - by_updates[0] == pytest.approx(HEAD.params / LLAMA.stages[1].params, abs=1)
 
 
 def test_what_rests_in_memory_does_not_cross() -> None:
@@ -68,7 +71,8 @@ def test_what_rests_in_memory_does_not_cross() -> None:
 
 def test_without_rates_flops_decide() -> None:
     unknown = replace(HARDWARE, matmul_flops=0.0, stage_rates=(), adamw=())
-    assert blocks_of(fastest_deal(LLAMA, unknown, request(), Network(boxes=2))) == blocks_of(deal(LLAMA, 2))
+    flops = [work(stage, cut_head=False) * (stage.kind == "block") for stage in LLAMA.stages]
+    assert fastest_deal(LLAMA, unknown, request(), Network(boxes=2)) == deal(LLAMA, 2, flops)
 
 
 @pytest.mark.parametrize(

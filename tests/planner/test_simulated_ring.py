@@ -47,9 +47,11 @@ def asked(rows: int = 8, **changes: Any) -> PlanRequest:
     return replace(request(), cpu_budget=LARGE, kept="none", numerics=replace(ROWS, batch_size=rows), **(homes | changes))
 
 
-def step_of(owners: tuple[int, ...], network: Network, wanted: PlanRequest | None = None) -> RingTimeline:
+def step_of(
+    owners: tuple[int, ...], network: Network, wanted: PlanRequest | None = None, spec: ModelSpec = MODEL
+) -> RingTimeline:
     wanted = wanted or asked()
-    views = [MODEL.of_rank(owners, rank) for rank in range(max(owners) + 1)]
+    views = [spec.of_rank(owners, rank) for rank in range(max(owners) + 1)]
     return simulate_ring([RankPlan(model=view, hardware=MACHINE, plan=plan(view, MACHINE, wanted)) for view in views], network)
 
 
@@ -117,6 +119,15 @@ def test_blocks_in_a_row_for_a_link_that_crawls() -> None:
     assert [owners[1 : BLOCKS + 1].count(rank) for rank in range(2)] == [4, 4]
     assert in_rows < step_of(deal(MODEL, 2), crawling).step_seconds / 2
     assert fastest_deal(MODEL, MACHINE, asked(), FAST) == deal(MODEL, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_head_is_waited_for_whatever_its_rank_has_beside(ranks: int) -> None:
+    """Fewer blocks for its rank would be more for others, which all rest while it computes."""
+    head = replace(MODEL.stages[-1], forward_flops=3 * MODEL.stages[1].forward_flops)
+    spec, network = replace(MODEL, stages=(*MODEL.stages[:-1], head)), replace(FAST, boxes=ranks)
+    found = step_of(fastest_deal(spec, MACHINE, asked(), network), network, spec=spec).step_seconds
+    assert found < 0.97 * step_of(deal(spec, ranks), network, spec=spec).step_seconds
 
 
 @pytest.mark.parametrize("link", [1e6, 1e7, 1e9, ENDLESS])
