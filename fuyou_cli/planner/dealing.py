@@ -99,7 +99,7 @@ def fastest_deal(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
     def longest(mix: list[float]) -> float:
         return slowest(deal(model, ranks, mix), times, hardware, request)
 
-    best = min(mixes, key=longest)
+    best = min(mixes, key=lambda mix: float(f"{longest(mix):.6g}"))  # by compute, of those alike but for rounding
     chain, least = _Chain.of(model, times, request, network), longest(best)
     return deal(model, ranks, best, at_a_turn=min(chain.turns(), key=lambda row: chain.seconds(row, least)))
 

@@ -117,11 +117,12 @@ def _shares(load: Sequence[float], blocks: float) -> list[float]:
 
 
 def _in_turn(weights: Sequence[float], shares: Sequence[float]) -> list[int]:
-    """Deals blocks to ranks. The first rank has the first block."""
-    lacks, dealt = [0.0] * len(shares), list[int]()
+    """Deals blocks to ranks. The first rank has the first block. Of ranks that lack as much, but for rounding, the first comes
+    next: so blocks alike go round in one order, and none waits for another's turn."""
+    lacks, dealt, unit = [0.0] * len(shares), list[int](), max(weights, default=0.0) or 1.0
     for weight in weights:
         lacks = [lack + share * weight for lack, share in zip(lacks, shares, strict=True)]
-        rank = max(range(len(lacks)), key=lambda rank: lacks[rank]) if dealt else 0
+        rank = max(range(len(lacks)), key=lambda rank: round(lacks[rank] / unit, 6)) if dealt else 0
         lacks[rank] -= weight
         dealt.append(rank)
     return dealt

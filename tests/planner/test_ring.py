@@ -93,6 +93,12 @@ def test_blocks_go_round() -> None:
     assert deal(flat, 4)[1:9] == (0, 1, 2, 3, 0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("block", [0.1, 0.3 / 7, 1 / 3, 0.0236171])
+def test_blocks_go_round_whatever_is_rounded(block: float) -> None:
+    flat = model(1 << 11, *[1 << 20] * 32, 1 << 11, 1 << 11)
+    assert deal(flat, 4, [0.0, *[block] * 32, 0.0, 0.0])[1:33] == (0, 1, 2, 3) * 8
+
+
 def test_a_rank_with_a_long_head_has_fewer_blocks() -> None:
     owners = deal(EIGHT, 2)
     assert owners[-1] == 1
