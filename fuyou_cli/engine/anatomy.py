@@ -233,15 +233,16 @@ class Anatomy:
         return next(other for other in self.stages if other.vocabulary == stage.vocabulary)
 
 
-def dissect(model: PreTrainedModel) -> Anatomy:
-    """Finds the stages of `model`. Raises UsageError if it has no blocks, or cannot be streamed."""
+def dissect(model: PreTrainedModel, *, marked: bool = False) -> Anatomy:
+    """Finds the stages of `model`. `marked`: parameters that require no gradient are frozen, as peft leaves them; else all are
+    trained. Raises UsageError if it has no blocks, or cannot be streamed."""
     blocks, optional = blocks_of(model), beside_text(model)
     refuse_by_configuration(model)
     units = list(_units(model.base_model, blocks, optional))
-    return _assembled(model, _running_order(units, model, blocks, optional), blocks)
+    return _assembled(model, _running_order(units, model, blocks, optional), blocks, marked=marked)
 
 
-def outline(model: PreTrainedModel) -> Anatomy:
+def outline(model: PreTrainedModel, *, marked: bool = False) -> Anatomy:
     """Finds stages for a plan (not for a run) of a model that `dissect` refuses. Every parameter is in exactly one stage.
 
     The stages are in the order of the model's forward if that can be followed, otherwise embeddings come first. Raises
@@ -254,7 +255,7 @@ def outline(model: PreTrainedModel) -> Anatomy:
     except UsageError:
         text = [(name, module) for name, module in units if module not in optional]
         order = sorted(text, key=lambda unit: not _is_input(unit[1]))
-    return _assembled(model, order, blocks)
+    return _assembled(model, order, blocks, marked=marked)
 
 
 def beside_text(model: PreTrainedModel) -> dict[nn.Module, str]:
@@ -287,7 +288,9 @@ def blocks_of(model: PreTrainedModel) -> set[nn.Module]:
     return blocks
 
 
-def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module]) -> Anatomy:
+def _assembled(
+    model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module], *, marked: bool
+) -> Anatomy:  # fmt: skip
     """Returns the stages of `order`, then the head with all remaining parameters but those that do not run on text."""
     unowned, ordered, parts = _places(model), {module for _, module in order}, named_parts(model)
     untouched = [name for module, name in beside_text(model).items() if module not in ordered]
@@ -297,8 +300,8 @@ def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], block
     stages = []
     for name, module in order:
         kind: StageKind = "block" if module in blocks else "embedding" if _is_input(module) else "norm"
-        stages.append(Stage.packed(name, kind, module, _take_parameters(module, unowned, parts)))
-    stages.append(Stage.packed("head", "head", None, _take_parameters(model, unowned, parts)))
+        stages.append(Stage.packed(name, kind, module, _take_parameters(module, unowned, parts, marked=marked)))
+    stages.append(Stage.packed("head", "head", None, _take_parameters(model, unowned, parts, marked=marked)))
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -365,8 +368,9 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
 
 
 def _take_parameters(
-    owner: nn.Module, unowned: dict[int, list[tuple[nn.Module, str, str]]], parts: Mapping[str, list[NamedPart]]
-) -> Iterator[Slotted]:
+    owner: nn.Module, unowned: dict[int, list[tuple[nn.Module, str, str]]], parts: Mapping[str, list[NamedPart]], *,
+    marked: bool,
+) -> Iterator[Slotted]:  # fmt: skip
     """Takes the parameters of `owner` out of those that no stage owns yet. One of experts is one tensor for each of its
     `parts`, if it has some."""
     for parameter in owner.parameters():
@@ -375,15 +379,15 @@ def _take_parameters(
             continue
         (holder, _, name), *_ = where
         places = tuple((holder, attribute) for holder, attribute, _ in where)
-        routed = is_experts(holder)
+        routed, frozen = is_experts(holder), marked and not parameter.requires_grad
         if name in parts:
             for part, shape, which in parts[name]:
-                spec = TensorSpec(name=part, shape=shape, offset=0, numel=prod(shape), decay=True, routed=True)
+                spec = TensorSpec(name=part, shape=shape, offset=0, numel=prod(shape), decay=True, frozen=frozen, routed=True)
                 yield Slotted(spec, places, which)
         else:
             shape = tuple(parameter.shape)
             decays = parameter.dim() >= (3 if routed else 2)  # a bias of each expert is one row of two dimensions
-            spec = TensorSpec(name=name, shape=shape, offset=0, numel=prod(shape), decay=decays, routed=routed)
+            spec = TensorSpec(name=name, shape=shape, offset=0, numel=prod(shape), decay=decays, frozen=frozen, routed=routed)
             yield Slotted(spec, places)
 
 
@@ -433,20 +437,6 @@ def frozen_with_others(anatomy: Anatomy, patterns: Sequence[str]) -> list[tuple[
         meant = [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
         pairs += [(name, meant[0]) for name in names if meant and name not in meant]
     return pairs
-
-
-def as_marked(anatomy: Anatomy) -> Anatomy:
-    """Returns the anatomy with frozen exactly those parameters that require no gradient, as peft leaves a model."""
-
-    def of(slotted: Slotted) -> Slotted:
-        holder, attribute = slotted.places[0]
-        parameter = holder._parameters[attribute]
-        assert parameter is not None
-        if slotted.spec.frozen == (not parameter.requires_grad):
-            return slotted
-        return replace(slotted, spec=replace(slotted.spec, frozen=not parameter.requires_grad))
-
-    return _with_parameters(anatomy, of)
 
 
 def _with_parameters(anatomy: Anatomy, of: Callable[[Slotted], Slotted]) -> Anatomy:

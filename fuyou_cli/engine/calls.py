@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -516,6 +516,7 @@ _SHARED = (PreTrainedConfig, GenerationConfig)  # by all modules of a model; for
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _WITHOUT_PARTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _LEAVES = (*_WITHOUT_PARTS, *_CODE)
+_OF_LEAVES, _HOLDERS = frozenset(_LEAVES), frozenset((dict, OrderedDict, list, set, tuple))
 
 
 class ModuleState:
@@ -666,23 +667,36 @@ class LastPosition(TorchFunctionMode):
 
 def check_no_fakes(root: nn.Module) -> None:
     """Raises UsageError, with its name, if a fake tensor is anywhere under `root`."""
-    name = next(_fakes(type(root).__name__, root, set()), None)
+    name = next(_fakes(type(root).__name__, root), None)
     if name is not None:
         owner = type(root).__name__ if isinstance(root, PreTrainedModel) else f"a block ({type(root).__name__})"
         raise UsageError(f"{owner} keeps a tensor of an inspection in {name}, so a run would compute with it; not supported")
 
 
-def _fakes(name: str, value: Any, seen: set[int]) -> Iterator[str]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, FakeTensor) or isinstance(value.grad, FakeTensor):
-            yield name
-        return
-    for key, part in _parts_of(value):
-        if not isinstance(part, _LEAVES):  # most parts are, in each of a mixture's modules
-            yield from _fakes(f"{name}.{key}" if key is not None else name, part, seen)
+def _fakes(name: str, root: Any) -> Iterator[str]:
+    """Yields the names of fake tensors under `root`. Of a mixture's modules there are a hundred thousand parts, so a part's
+    name is joined only where it is yielded."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((name,), root)]
+    seen: set[int] = set()
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor) or isinstance(value.grad, FakeTensor):
+                yield _joined(path)
+            continue
+        waiting += [((path, key), part) for key, part in reversed(_parts_of(value)) if not _is_leaf(part)]
+
+
+def _joined(path: tuple[Any, ...]) -> str:
+    """Returns a name from the path of its holder, if it has one, and its own key."""
+    return path[0] if len(path) == 1 else _joined(path[0]) if path[1] is None else f"{_joined(path[0])}.{path[1]}"
+
+
+def _is_leaf(value: Any) -> bool:
+    return type(value) in _OF_LEAVES or isinstance(value, _LEAVES) or (type(value) in _HOLDERS and not value)
 
 
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:

@@ -355,6 +355,13 @@ class OperatorTrace(Operators):
         self._outputs: dict[int, tuple[Any, int]] = {}
         self.tensors, self.names = tensors, names
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `fake_mode`
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.handled(func, args, kwargs or {})
+
     @property
     def unneeded(self) -> tuple[OperatorSpec, ...]:
         """Returns the products with a weight for which autograd saved nothing that depends on their value."""
@@ -596,16 +603,19 @@ class Outlined:
     refusal: str | None
 
 
-def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = False) -> Outlined:
+def outlined(
+    model: PreTrainedModel, *, strict: bool = False, isolated: bool = False, marked: bool = False
+) -> Outlined:  # fmt: skip
     """Finds the stages of any model with blocks, which keep documents of a row apart if the model can. `strict`: raises the
-    UsageError if the model cannot be trained. `isolated`: raises it also if the model would mix documents."""
+    UsageError if the model cannot be trained. `isolated`: raises it also if the model would mix documents. `marked`: as
+    `dissect` has it."""
     try:
-        anatomy = dissect(model)
+        anatomy = dissect(model, marked=marked)
         return Outlined(anatomy=kept_apart(anatomy) if isolated else kept_apart_if_possible(anatomy), refusal=None)
     except UsageError as error:
         if strict:
             raise
-        return Outlined(anatomy=outline(model), refusal=error.message)
+        return Outlined(anatomy=outline(model, marked=marked), refusal=error.message)
 
 
 def specified(

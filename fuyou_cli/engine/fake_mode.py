@@ -34,7 +34,7 @@ class RememberingMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._known: dict[tuple[Any, ...], _Result | None] = {}
+        self.cache_enabled = False  # torch's own, which would keep the same once more
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -46,17 +46,19 @@ class RememberingMode(FakeTensorMode):
         kwargs = kwargs or {}
         if func in _VIEWS and not kwargs and self._is_own(args[0]):
             return self._view(func, *args)
-        key, tensors = [func], list[FakeTensor]()
+        key, tensors = [func, torch.get_default_dtype()], list[FakeTensor]()
         given = args[:2] if func in _OF_SIZES else args
         if not self._describe(given, key, tensors) or not self._describe(kwargs.items(), key, tensors) or not tensors:
             return super().__torch_dispatch__(func, types, args, kwargs)
         about = tuple(key)
-        result = self._known.get(about)
+        result = _KNOWN.get(about)
         if result is not None:
             return result.made(self, tensors)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if about not in self._known:
-            self._known[about] = _Result.of(func, tensors, out)
+        if about not in _KNOWN:
+            if len(_KNOWN) >= _MOST_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[about] = _Result.of(func, tensors, out)
         return out
 
     def _view(self, func: Any, of: FakeTensor, *args: Any) -> FakeTensor:
@@ -120,6 +122,10 @@ class _Result:
 
     def is_as_large(self, storage: torch.UntypedStorage) -> bool:
         return self._new().untyped_storage().nbytes() == storage.nbytes()
+
+
+_KNOWN: dict[tuple[Any, ...], _Result | None] = {}  # of all modes: a model is traced in several shapes, and often
+_MOST_KNOWN = 1 << 14  # some 20 MB
 
 
 def _shares_storage(out: FakeTensor, tensors: list[FakeTensor]) -> bool:

@@ -115,9 +115,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.handled(func, args, kwargs or {})
+
+    def handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is DEVICE_OF:
             return device_of(*args)
-        kwargs = kwargs or {}
         kind = self._kind(func, args)
         if kind is None:
             return self.other_operator(func, args, kwargs)

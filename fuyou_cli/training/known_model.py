@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -191,11 +192,12 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
 
 def _with_frozen(recipe: Recipe, model: PreTrainedModel, model_dir: Path, *, strict: bool) -> Outlined:
     """Finds the stages of a model, freezes what the recipe does not train, and marks what of it rests quantised."""
-    from ..engine.anatomy import as_marked, frozen, quantised
+    from ..engine.anatomy import frozen, quantised
     from ..engine.describe import outlined
 
-    outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated")
-    anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
+    has_adapter = recipe.adapter is not None
+    outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated", marked=has_adapter)
+    anatomy = outline.anatomy if has_adapter else frozen(outline.anatomy, recipe.freeze)
     stored = stored_in(model_dir)
     if stored is None or recipe.model.quantisation is None:
         return replace(outline, anatomy=quantised(anatomy, recipe.model.quantisation))
@@ -243,6 +245,7 @@ def _rows(module: object) -> int:
 
 LARGEST = 32 << 20  # bytes of a file; the one of 405B parameters with an adapter has under 1 MB
 _PLAIN = (str, int, float, type(None))
+_but_place = attrgetter(*(field.name for field in fields(TensorSpec) if field.init and field.name not in ("name", "offset")))
 _EXPERT = re.compile(r"(.+\.experts\.)([0-9]{1,6})(\..+)")  # a tensor's name up to the expert's number, and after it
 MOST = 100  # files; more push out those that were not used for longest
 _DESCRIBING = ("adapters", "checkpoint", "core", "engine", "planner", "recipe", "spec", "training")  # make what is kept
@@ -312,8 +315,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple):
-        plain = [_plain(item) for item in value]
-        return _with_runs_of_experts(plain) if value and isinstance(value[0], TensorSpec) else plain
+        return _with_runs_of_experts(value) if value and isinstance(value[0], TensorSpec) else list(map(_plain, value))
     keys = {}
     for name, default in _fields(type(value)):  # type: ignore[arg-type]  # mypy takes the class for an instance
         field_value = getattr(value, name)
@@ -322,23 +324,22 @@ def _plain(value: Any) -> Any:
     return keys
 
 
-def _with_runs_of_experts(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_runs_of_experts(tensors: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
     """Writes tensors that differ only in the number of their expert, one after the other, as the first of them with
     `experts: [how many, elements from one to the next]`. DeepSeek-V3 has 74,000 tensors, of which 3,000 are left."""
     runs: list[dict[str, Any]] = []
-    last, expert = "", 0  # name of the run's tensors without the expert's number, and the last expert in it
+    first, last, expert = tensors[0], "", 0  # of the run, its tensors' name without the expert's number, and its last expert
     for tensor in tensors:
-        name = _EXPERT.fullmatch(tensor["name"])
+        name = _EXPERT.fullmatch(tensor.name)
         pattern, number = ("", 0) if name is None else (f"{name[1]}*{name[3]}", int(name[2]))
-        if pattern and pattern == last and number == expert + 1:
+        if pattern and pattern == last and number == expert + 1 and _but_place(tensor) == _but_place(first):
             run = runs[-1]
-            count, apart = run.get("experts", (1, tensor["offset"] - run["offset"]))
-            same = {**tensor, "name": run["name"], "offset": run["offset"]} == {k: v for k, v in run.items() if k != "experts"}
-            if same and tensor["offset"] == run["offset"] + count * apart:
+            count, apart = run.get("experts", (1, tensor.offset - first.offset))
+            if tensor.offset == first.offset + count * apart:
                 run["experts"], expert = [count + 1, apart], number
                 continue
-        runs.append(tensor)
-        last, expert = pattern, number
+        runs.append(_plain(tensor))
+        first, last, expert = tensor, pattern, number
     return runs
 
 
@@ -353,10 +354,10 @@ def _expand_experts(stages: list[dict[str, Any]]) -> None:
                 continue
             first = from_json(TensorSpec, tensor, defaults=True)
             before, number, after = _EXPERT.fullmatch(first.name).groups()  # type: ignore[union-attr]  # as it was written
-            fields_of_all = {key: getattr(first, key) for key, _ in _fields(TensorSpec)}
+            own = {key: getattr(first, key) for key, _ in _fields(TensorSpec)}
             for expert in range(count):
-                own = {"name": f"{before}{int(number) + expert}{after}", "offset": first.offset + expert * apart}
-                tensors.append(TensorSpec(**fields_of_all | own))
+                own["name"], own["offset"] = f"{before}{int(number) + expert}{after}", first.offset + expert * apart
+                tensors.append(TensorSpec(**own))
         stage["tensors"] = tensors
 
 

@@ -16,7 +16,7 @@ from fuyou_cli.cli.app import main
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.batches import collate
-from fuyou_cli.engine.anatomy import as_marked, dissect, frozen
+from fuyou_cli.engine.anatomy import dissect, frozen
 from fuyou_cli.engine.skeleton import build, load_config
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import AdapterSection
@@ -191,7 +191,7 @@ def test_an_adapter_goes_into_the_text(whole_gemma: Path) -> None:
         assert len(names) == (14 if targets == "all-linear" else 2)
         assert all(name.startswith("model.language_model.layers.") for name in names)
         assert config.exclude_modules is not None  # so whoever loads it leaves the tower out too
-        stages = as_marked(dissect(model)).stages
+        stages = dissect(model, marked=True).stages
         assert sum(stage.trained > 0 for stage in stages) == 2
     with pytest.raises(UsageError, match="does not run on text"):
         inject(build(load_config(whole_gemma), dtype="float32", attention="sdpa"), AdapterSection(modules_to_save=["fc1"]))

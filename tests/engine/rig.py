@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fuyou_cli.engine.anatomy import Anatomy, as_marked, dissect, frozen, isolated, quantised
+from fuyou_cli.engine.anatomy import Anatomy, dissect, frozen, isolated, quantised
 from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
 from fuyou_cli.engine.context import HostMemory
 from fuyou_cli.engine.cutting import cut_experts, cut_vocabulary
@@ -104,14 +104,15 @@ _INITIAL: dict[Hashable, Mapping[str, torch.Tensor]] = {}
 def _dissected(
     made_of: Hashable, config: PreTrainedConfig, dtype: Dtype, attention: str, adapter: AdapterSection | None, apart: bool
 ) -> Anatomy:
-    """Returns the stages of a model of which nothing is frozen or cut."""
+    """Returns the stages of a model of which no pattern freezes, and nothing is cut."""
     if (made_of, dtype) not in _DISSECTED:
         skeleton = build(config, dtype=dtype, attention=attention)
         if adapter is not None:
             from fuyou_cli.adapters.injection import inject  # needs peft
 
             inject(skeleton, adapter)
-        _DISSECTED[made_of, dtype] = isolated(dissect(skeleton)) if apart else dissect(skeleton)
+        anatomy = dissect(skeleton, marked=adapter is not None)
+        _DISSECTED[made_of, dtype] = isolated(anatomy) if apart else anatomy
     anatomy = _DISSECTED[made_of, dtype]
     anatomy.model.train()
     return anatomy
@@ -129,7 +130,7 @@ class Subject:
         made_of = (config.to_json_string(use_diff=False), attention, repr(adapter), apart)
         anatomy = _dissected(made_of, config, shape.dtype, attention, adapter, apart)
         self.attention = anatomy.model.config._attn_implementation
-        anatomy = frozen(anatomy, freeze) if adapter is None else as_marked(anatomy)
+        anatomy = frozen(anatomy, freeze) if adapter is None else anatomy
         anatomy = anatomy if shape.quantised is None else quantised(anatomy, shape.quantised)
         self.anatomy = cut_experts(cut_vocabulary(anatomy, shape.vocabulary), shape.experts)
         self.spec = self._inspected((made_of, tuple(freeze), shape.quantised)).with_layout(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.anatomy import as_marked, dissect
+from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.experts import is_experts
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.planner.memory import compute_memory
@@ -148,7 +148,7 @@ def test_first_values() -> None:
     for experts in (False, True):
         model = build(FAMILIES["mixtral"], dtype="float32", attention="sdpa")
         inject(model, AdapterSection(r=RANK, experts=experts))
-        stages = as_marked(dissect(model)).stages
+        stages = dissect(model, marked=True).stages
         values = FirstValues(model, seed=3)
         begun[experts] = {}
         for stage in stages:  # in turn, as a run asks for them
@@ -198,7 +198,7 @@ def test_peft_loads_and_computes_what_merging_gives(family: str, tmp_path: Path)
 
     skeleton = build(FAMILIES[family], dtype="float32", attention="sdpa")
     inject(skeleton, AdapterSection(r=RANK, lora_alpha=6, experts=True))
-    anatomy = as_marked(dissect(skeleton))
+    anatomy = dissect(skeleton, marked=True)
     torch.manual_seed(3)
     every_one = [t for stage in anatomy.stages for t in stage.tensors if is_added(t.name)]
     added = {t.name: 0.1 * torch.randn(t.shape) for t in every_one}
