@@ -39,7 +39,8 @@ class PlanMade:
 class RunPlanner:
     """Plans runs of one recipe on one machine. Searches once for equal requests: the numerics in them stand for the model.
 
-    `candidate`: what is placed instead of a search. `or_least`: where nothing fits, plans what needs least.
+    `candidate`: what is placed instead of a search. `near`: what a brief search begins with. `or_least`: where nothing fits,
+    plans what needs least.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class RunPlanner:
         hardware: HardwareProfile,
         *,
         candidate: Candidate | None = None,
+        near: Candidate | None = None,
         effort: Effort = "search",
         or_least: bool = False,
     ) -> None:
         self._hardware, self._candidate, self._effort, self._or_least = hardware, candidate, effort, or_least
+        self._near = near
         self._searches: dict[PlanRequest, PlanMade] = {}
 
     def plan(self, model: ModelSpec, request: PlanRequest, *, steps: int, effort: Effort | None = None) -> PlanMade:
@@ -102,7 +105,7 @@ class RunPlanner:
     def _searched(self, model: ModelSpec, request: PlanRequest) -> PlanMade:
         if request not in self._searches:
             try:
-                result, plan = search_timed(model, self._hardware, request)
+                result, plan = search_timed(model, self._hardware, request, near=self._near)
             except PlanError:
                 if not self._or_least:
                     raise

@@ -39,6 +39,7 @@ LEAST_WRITTEN = 0.01  # of all weights and states: fewer bytes need no sparing
 GAIN = 1e-3  # share of the step that another candidate has to gain
 MOST_PLACED = 8_500  # limit on stages of all candidates placed: some two seconds on an old core, with the simulations
 MOST_VISITS = 12_000  # limit on visits simulated, over all steps
+BRIEF = 0.18  # share of both limits, of a search that begins with a candidate that was good elsewhere; twice with two descents
 _FIRST_DESCENT = 0.8  # share of both limits, where a second one measures the norm first
 _LEAST = 4  # simulations that are always allowed, however large the model
 _TRIES = 3  # candidates simulated of those that are placed together; of the first ones one more
@@ -80,9 +81,12 @@ class SearchResult:
     costs: Costs = field(repr=False, compare=False)  # with what simulations found out: another one of these candidates is quick
 
 
-def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
-    """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
-    result = search(model, hardware, request)
+def search_timed(
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, near: Candidate | None = None
+) -> tuple[SearchResult, Plan]:  # fmt: skip
+    """Searches, and returns the best candidate's plan as well (`timed`). `near`: as `search` has it. Raises PlanError if
+    nothing fits."""
+    result = search(model, hardware, request, near=near)
     return result, timed(result.best, model, hardware, request, costs=result.costs)
 
 
@@ -100,17 +104,18 @@ def timed(
 
 
 def search(
-    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, candidates: Family | None = None
-) -> SearchResult:
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, candidates: Family | None = None,
+    near: Candidate | None = None,
+) -> SearchResult:  # fmt: skip
     """Finds the best candidate and those that lost. Raises PlanError if nothing fits. `candidates`: a part of the family, to
-    look at nothing else."""
+    look at nothing else. `near`: the best one of a plan like this; the search is brief, as it begins there too."""
     knobs = candidates or family(model, request)
     knobs = _cautious(knobs, hardware)
     # Plans without room on disk or device come second; the caller, who knows what is there already, refuses them with a clear
     # error.
     for with_room in (True, False):
         with uncollected():
-            if (result := _Search(model, hardware, request, knobs, with_room).run()) is not None:
+            if (result := _Search(model, hardware, request, knobs, with_room, near).run()) is not None:
                 return result
     raise too_small(model, hardware, request)
 
@@ -124,16 +129,21 @@ class _Search:
     """Holds what a search has seen so far. Each candidate is placed once, and each plan is simulated once."""
 
     def __init__(
-        self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, knobs: Family, with_room: bool
-    ) -> None:
+        self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, knobs: Family, with_room: bool,
+        near: Candidate | None,
+    ) -> None:  # fmt: skip
         self.model, self.hardware, self.request, self.knobs = model, hardware, request, knobs
         self.with_room = with_room  # accept only plans that disk and device have room for
+        self.near = near
         self.sweeps = sweep_counts(model, request)
         self.free_pages = (True, False) if request.device == "cpu" and not request.free_pages else (False,)
         self.current: Alternative | None = None  # where the descent is
         self.placed = self.visits = 0
         self._is_bounded = True  # not while nothing was found that fits
-        self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
+        self.measures = request.norm_first is None and may_measure_first(model, request)
+        share = 1.0 if near is None else BRIEF * (1 + self.measures)
+        self._limits = int(share * MOST_PLACED), int(share * MOST_VISITS)
+        self._most_placed, self._most_visits = self._limits
         self._placings: dict[tuple[int, bool, bool], Placing] = {}  # by sweeps, `norm_first` and `free_pages`
         self._candidates: dict[Candidate, PlacedPlan | None] = {}
         self._plans: set[PlacedPlan] = set()
@@ -143,13 +153,12 @@ class _Search:
 
     def run(self) -> SearchResult | None:
         """Returns None if nothing fits."""
-        measures = self.request.norm_first is None and may_measure_first(self.model, self.request)
-        if measures:
-            self._most_placed, self._most_visits = int(_FIRST_DESCENT * MOST_PLACED), int(_FIRST_DESCENT * MOST_VISITS)
+        if self.measures:
+            self._most_placed, self._most_visits = (int(_FIRST_DESCENT * limit) for limit in self._limits)
         if (best := self._descend_from(self._starts())) is None:
             return None
-        if measures:
-            self._most_placed, self._most_visits = MOST_PLACED, MOST_VISITS
+        if self.measures:
+            self._most_placed, self._most_visits = self._limits
             best = self._measuring_first(best)
         fastest = min((best, *self._simulated.values()), key=lambda alternative: alternative.seconds)
         if self._is_better(fastest, best):  # each move was worth it, but not all of them together
@@ -168,9 +177,15 @@ class _Search:
             if self._place(replace(self.knobs.bare(self.knobs.pipelines[0]), sweeps=count)) is None:
                 continue  # nothing takes less
             corners = product(self.knobs.corners(), self.free_pages)
-            yield [replace(corner, sweeps=count, free_pages=free) for corner, free in corners]
+            yield [replace(corner, sweeps=count, free_pages=free) for corner, free in (*self._near(False), *corners)]
             for pipeline in reversed(self.knobs.pipelines):
                 yield [replace(self.knobs.bare(pipeline), sweeps=count)]
+
+    def _near(self, norm_first: bool) -> Iterator[tuple[Candidate, bool]]:
+        """Yields the candidate that this search begins with, if there is one, and whether free pages have room."""
+        near = self.near
+        if near is not None and (near.lookahead, near.gradient_slots) in self.knobs.pipelines and near.norm_first >= norm_first:
+            yield from product([replace(near, norm_first=norm_first, sweeps=1)], self.free_pages)
 
     def _descend_from(self, starts: Iterable[list[Candidate]], rival: Alternative | None = None) -> Alternative | None:
         """Returns the best that a descent comes to from the first starts that fit, if any does. `rival`: a start that is far
@@ -207,6 +222,7 @@ class _Search:
         starts = [first, *(_with_pipeline(first, pair) for pair in pipelines)]
         orders = product(starts, knobs.states, self.free_pages)
         start = [replace(candidate, states=states, free_pages=free) for candidate, states, free in orders]
+        start += [replace(candidate, free_pages=free) for candidate, free in self._near(True)]
         rival = self._descend_from([start], rival=best)
         return rival if rival is not None and self._is_better(rival, best) else best
 

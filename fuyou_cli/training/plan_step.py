@@ -108,7 +108,9 @@ def _with_others(
     for rank in range(1, network.ranks):
         seat, is_last = Seat(rank=rank, network=network, alike=alike), rank == network.ranks - 1
         tried = candidate if is_last else between
-        made = _plan_alike(first, first.hardware, first.disks, first.epoch, alike, seat, effort=effort, candidate=tried)
+        made = _plan_alike(
+            first, first.hardware, first.disks, first.epoch, alike, seat, before=first, effort=effort, candidate=tried
+        )  # fmt: skip
         between = between or (None if made.found is None else made.found.best.candidate)
         planned.append(made)
     return tuple(planned)
@@ -116,14 +118,16 @@ def _with_others(
 
 def _plan_alike(
     inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, epoch: Epoch | None, alike: Alike,
-    seat: Seat | None = None, *, effort: Effort = "search", candidate: Candidate | None = None,
+    seat: Seat | None = None, *, before: Planned | None = None, effort: Effort = "search", candidate: Candidate | None = None,
 ) -> Planned:  # fmt: skip
-    """Plans for a rank with what rank 0 has chosen. A candidate that does not fit gives way to a search."""
+    """Plans for a rank with what rank 0 has chosen. A candidate that does not fit gives way to a search. `before`: made of the
+    same stages as they are now."""
 
     def planned(candidate: Candidate | None) -> Planned:
         planner = _Planner(
-            inspected, hardware, disks, epoch, range_experts=alike.numerics.range_experts, seat=seat, effort=effort,
-            candidate=candidate, or_least=not inspected.to_run,
+            inspected, hardware, disks, epoch, before=before,
+            range_experts=alike.numerics.range_experts, seat=seat, effort=effort, candidate=candidate,
+            or_least=not inspected.to_run,
         )  # fmt: skip
         return planner.planned(alike.numerics)
 
@@ -135,13 +139,14 @@ def _plan_alike(
 
 def halves(before: Planned, network: Network) -> tuple[Planned, ...]:
     """Makes the plans of several boxes like this plan's, with as large micro-batches as this plan or the network asks for.
-    Takes a search."""
+    Takes a brief search that begins with this plan's choice."""
     planner, numerics = _Planner(before, before.hardware, before.disks, before.epoch, before=before), before.plan.numerics
     sizes = [numerics]
     while sizes[-1].micro_batch_size % 2 == 0 and before.recipe.train.micro_batch_size == "auto":
         sizes.append(planner.numerics(sizes[-1].micro_batch_size // 2))
     seat = Seat(rank=0, network=network)
-    ranked = _Planner(before, before.hardware, before.disks, before.epoch, before=before, seat=seat)
+    own = None if before.found is None else before.found.best.candidate
+    ranked = _Planner(before, before.hardware, before.disks, before.epoch, before=before, seat=seat, near=own)
     first = ranked.planned(min(sizes, key=ranked.chain_seconds))
     return _with_others(first, network, candidate=None if first.found is None else first.found.best.candidate)
 
@@ -284,15 +289,15 @@ class _Planner:
 
     def __init__(
         self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, epoch: Epoch | None, *,
-        before: Planned | None = None, candidate: Candidate | None = None, effort: Effort = "search", or_least: bool = False,
-        range_experts: int = 0, seat: Seat | None = None,
+        before: Planned | None = None, candidate: Candidate | None = None, near: Candidate | None = None,
+        effort: Effort = "search", or_least: bool = False, range_experts: int = 0, seat: Seat | None = None,
     ) -> None:  # fmt: skip
         if seat is None and (peers := inspected.peers) is not None:
             seat = Seat(rank=peers.rank, network=peers.network, alike=peers.alike, on_box=peers.local_count)
         self._seat = seat
         self._inspected, self._hardware, self._disks = inspected, hardware, disks
         self._epoch, self._range_experts = epoch, range_experts
-        self._runs = RunPlanner(hardware, candidate=candidate, effort=effort, or_least=or_least)
+        self._runs = RunPlanner(hardware, candidate=candidate, near=near, effort=effort, or_least=or_least)
         self._described: dict[tuple[object, ...], ModelSpec] = {}
         if before is not None:  # of the same model
             self._described[traced(before.plan.numerics)] = before.whole

@@ -124,6 +124,18 @@ def test_a_search_does_so_much_and_no_more(blocks: int, clip: float | None) -> N
     assert 0 < found.visits <= max(MOST_VISITS, 4 * STEPS * 2 * len(spec.stages))
 
 
+def test_a_brief_search_finds_nearly_the_same() -> None:
+    """It begins with the choice of a plan that has less RAM."""
+    spec = model(64 << 20, *[64 << 20] * 120, 2048, 64 << 20)
+    request = replace(_large(spec), clip_grad_norm=1.0)
+    request = replace(request, cpu_budget=least_memory(spec, SLOW_STORE, request) + 8 * GiB)
+    whole = search(spec, SLOW_STORE, request)
+    near = search(spec, SLOW_STORE, replace(request, cpu_budget=request.cpu_budget - 4 * GiB)).best.candidate
+    brief = search(spec, SLOW_STORE, request, near=near)
+    assert brief.placed < whole.placed / 2 and brief.visits < whole.visits
+    assert brief.best.seconds <= 1.02 * whole.best.seconds
+
+
 def test_what_a_search_gives_up_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's cycle collector is off meanwhile; afterwards it is as it was."""
     collecting: list[bool] = []
