@@ -335,7 +335,7 @@ class EmulatedDevice(Device):
 
     def pin(self, host: torch.Tensor) -> int:
         refused = self._host.pin(host)
-        for up in (True, False) if refused and not self._staging else ():
+        for up in (True, False) if self._host.incomplete and not self._staging else ():
             buffers = [torch.empty(STAGING, dtype=torch.uint8) for _ in range(2)]
             self._staging.append(Staging("staging-up" if up else "staging-down", buffers, up=up))
         return refused

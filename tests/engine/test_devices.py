@@ -124,6 +124,35 @@ def test_as_much_is_pinned_as_goes(size: int, limit: int, begin: int) -> None:
     assert not pieces and not pinned.refuses(host)
 
 
+class _InParts(EmulatedDevice):
+    """Registers all host memory, but little at a time."""
+
+    def _register(self, address: int, size: int) -> bool:
+        return size <= 2 * MiB
+
+
+def test_memory_that_is_registered_in_parts_is_copied_across_their_edges() -> None:
+    device, host = _InParts(), torch.randint(0, 255, (5 * MiB,), dtype=torch.uint8)
+    target, back = device.empty(5 * MiB), torch.zeros_like(host)
+    assert device.pin(host) == device.pin(back) == 0
+    device.upload(host, target).wait()
+    device.download(target, back)
+    device.synchronize()
+    assert torch.equal(back, host)
+    device.close()
+
+
+def test_the_thread_of_staging_begins_on_the_card_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begins there, as torch gives a thread the first card back after a copy, and so opens a context on it."""
+    taken = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    staging = Staging("staging", buffers, up=True, card=torch.device("cuda", 1))
+    staging.synchronize()
+    staging.close()
+    assert taken == [torch.device("cuda", 1)]
+
+
 @pytest.mark.parametrize("pinnable", [0, 3 * MiB])
 @pytest.mark.parametrize("size", [1, STAGING, 2 * STAGING + 12, 5 * STAGING])
 def test_copies_through_staging_are_whole(pinnable: int, size: int) -> None:

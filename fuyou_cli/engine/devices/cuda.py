@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -306,12 +307,12 @@ class CudaDevice(Device):
 
     def pin(self, host: torch.Tensor) -> int:
         refused = self._host.pin(host)
-        if refused:
+        if self._host.incomplete:
             with suppress(RuntimeError):  # the refusal stays the last error of the CUDA runtime until a launch reports it
                 torch.empty(1, device=self.torch_device).fill_(0)
             for up in () if self._staging else (True, False):
                 buffers = [torch.empty(STAGING, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-                self._staging.append(Staging("staging-up" if up else "staging-down", buffers, up=up))
+                self._staging.append(Staging("staging-up" if up else "staging-down", buffers, up=up, card=self.torch_device))
         return refused
 
     def seed(self, seed: int) -> None:
@@ -377,7 +378,7 @@ class PinnedMemory:
         self._asked: list[tuple[int, int]] = []  # (first address, one past the last)
         self._pieces: list[tuple[int, int]] = []
         self._held: list[torch.Tensor] = []  # registered memory must not be unmapped
-        self._incomplete = False  # some memory is not registered, or not in one piece
+        self.incomplete = False  # some memory is not registered, or not in one piece
 
     def pin(self, host: torch.Tensor) -> int:
         begin, end = _extent(host)
@@ -394,12 +395,12 @@ class PinnedMemory:
                 size = size // 2 // _PAGE * _PAGE
                 if not size:
                     break
-        self._incomplete = self._incomplete or self._pieces[-1:] != [(end - whole, end)]
+        self.incomplete = self.incomplete or self._pieces[-1:] != [(end - whole, end)]
         return unregistered
 
     def refuses(self, host: torch.Tensor) -> bool:
         """Whether registering `host` as a whole was requested and failed."""
-        if not self._incomplete:  # asked for every copy
+        if not self.incomplete:  # asked for every copy
             return False
         begin, end = _extent(host)
         return any(first < end and begin < last for first, last in self._asked) and not any(
@@ -418,18 +419,20 @@ class Staging:
     """Copies in one direction between a device and host memory that is not registered. A thread copies piece by piece through
     two registered buffers, so the caller does not wait. The processor passes over the bytes once more."""
 
-    def __init__(self, name: str, buffers: list[torch.Tensor], *, up: bool) -> None:
+    def __init__(self, name: str, buffers: list[torch.Tensor], *, up: bool, card: torch.device | None = None) -> None:
+        """`card`: the GPU that it copies to and from; a thread begins at the first one, and would open a context there."""
         self._buffers, self._up = buffers, up
         self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()  # in the order in which buffers are used
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        begins = None if card is None else partial(torch.cuda.set_device, card)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begins)
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, copy: CopyPiece) -> StagedCopy:
         """Submits a copy. `copy` copies the pieces between a buffer and the device."""
         return StagedCopy(self._thread.submit(self._stage, source, target, copy))
 
     def synchronize(self) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8)
-        self.submit(nothing, nothing, lambda source, target: _never()).synchronize()
+        """Waits until every copy submitted so far has ended."""
+        self._thread.submit(self._take_all).result()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -447,9 +450,13 @@ class Staging:
                 self._under_way.append((last, buffer, buffer))
             else:
                 self._under_way.append((copy(part, buffer), buffer, place))
-        while self._under_way and not self._up:
-            self._take()
+        if not self._up:
+            self._take_all()
         return last
+
+    def _take_all(self) -> None:
+        while self._under_way:
+            self._take()
 
     def _take(self) -> None:
         """Waits for the oldest piece, so that its buffer is free."""
@@ -475,10 +482,6 @@ class StagedCopy(Event):
 
     def done(self) -> bool:
         return self._last.done() and ((last := self._last.result()) is None or last.done())
-
-
-def _never() -> Event:
-    raise AssertionError("nothing has no pieces")
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
