@@ -210,7 +210,7 @@ def squared_norm(
 # ---- to the host -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Span:
     """Device memory (uint8) for one sum. `used`: the end of the last compute that read or wrote it."""
 
@@ -235,6 +235,7 @@ class _Download:
     span: _Span | None  # None: they rest on the device
     arrived: Callable[[list[float] | None], None]
     cause: str = GRADIENTS_ACROSS  # of waits for it
+    updates: bool = False  # what follows may be an update on the device, which computes with the span
 
     def done(self) -> bool:
         return self.event.done() and (self.squares is None or self.squares.done())
@@ -367,7 +368,7 @@ class GradientSums:
             if leaves:
                 self.residency.let_go(record)
 
-        self._downloads.append(_Download(event, squares, span_left, arrived))
+        self._downloads.append(_Download(event, squares, span_left, arrived, updates=owner in self._states.homes))
 
     def _share(
         self, replicas: Replicas, owner: int, flat: torch.Tensor, runs: list[ValueRun],
@@ -408,6 +409,8 @@ class GradientSums:
         download = self._downloads.pop(0)
         self._give_back(download.span)
         download.arrived(squares)
+        if download.span is not None and download.updates:  # which has read the span after its squares
+            download.span.used = self.device.compute_end()
 
     def forget(self) -> None:
         """Gives up the step. Hands nothing over."""
