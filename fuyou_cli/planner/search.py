@@ -306,11 +306,12 @@ class _Search:
 
     def _other_sweeps(self) -> list[Candidate]:
         """With more sweeps over the model each has fewer rows. So less rests from forward to backward, RAM has room for other
-        things, and the device may have room for the batch. But weights and gradients move once more per sweep, and updates run
-        only beside the first forward and the last backward."""
+        things, weights before states, and the device may have room for the batch. But weights and gradients move once more per
+        sweep, and updates run only beside the first forward and the last backward."""
         assert self.current is not None
         kept = [share for share in (NONE_KEPT, 0.0, 0.5, 1.0) if share in self.knobs.activations]
-        return self._with(sweeps=self._near_sweeps(), activations=kept, kept_there=self.knobs.kept_there)
+        states = dict.fromkeys((self.current.candidate.states, self.knobs.states[0]))
+        return self._with(sweeps=self._near_sweeps(), states=states, activations=kept, kept_there=self.knobs.kept_there)
 
     def _near_sweeps(self) -> list[int]:
         assert self.current is not None
