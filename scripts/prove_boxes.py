@@ -15,6 +15,7 @@ cut out.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from proof.boxes import BOXES, Ended, Link, ranks, two_boxes, wait
 from proof.control_groups import LimitsUnavailable
 from proof.materials import LENGTH
 from proof.setting import Lost, Setting, fresh, lost_row, parser, recipe_in, run_script, size
-from proof.verdicts import Row, holds, missing, say
+from proof.verdicts import Row, holds, missing, say, unless_noisy
 from prove_ranks_run import ending
 
 from fuyou_cli.core.units import GiB, gib
@@ -39,9 +40,11 @@ from fuyou_cli.training.run_log import read_log
 
 TIMEOUT, ENDS = 6, 5.0  # seconds of train.peer_timeout, and beyond it
 LONGEST = 900.0  # seconds of a run
+PACED_RANK = Path(__file__).parent / "proof" / "paced_rank.py"
 PARTS = 4  # micro-batches of a step
 WARM = 1  # steps that do not count
 RATES = (0.5, 1.3)  # of what the link needs
+BUSY = len(BOXES) + 1.0  # load of the machine: with more, others had the cores, and times mean little
 NEAR = 0.1  # share of a step by which its prediction may be off
 
 
@@ -51,6 +54,8 @@ def arguments() -> argparse.Namespace:
     options.add_argument("parts", nargs="*", metavar="bits|links", default=["bits", "links"])
     options.add_argument("--rows", type=int, default=8, help=f"of a step, in {PARTS} micro-batches")
     options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--length", type=int, default=LENGTH, help="tokens of a row")
+    options.add_argument("--paced", type=float, metavar="FLOPS", help="on processors of so many FLOP/s (proof/paced_rank.py)")
     options.add_argument("--budget", type=size, default=1 * GiB, help="of each box")
     return options.parse_args()
 
@@ -83,10 +88,11 @@ class Runs:
         out.mkdir(parents=True)
         offload = {
             "dir": str(self.folder / name / "store"), "device": "cpu", "max_memory": {"cpu": budget}, "measure": measures,
-            "weights": home, "optimizer_states": home,
+            "weights": home, "optimizer_states": home, "activations": "recompute",
         }  # fmt: skip
         path = recipe_in(
-            out, self._setting.model(), self.folder / "rows", Case(self.options.rows, steps or self.options.steps), LENGTH,
+            out, self._setting.model(), self.folder / "rows", Case(self.options.rows, steps or self.options.steps),
+            self.options.length,
             entry=self._setting.entry, commit_every="auto", offload=offload,
             train={"micro_batch_size": self.options.rows // PARTS, "threads": 1, "peer_timeout": f"{TIMEOUT}s"},
             precision={"compute": "float32"},  # without AVX-512 bfloat16 is slow
@@ -100,9 +106,13 @@ class Runs:
         if done.returncode != 0:
             raise Lost(f"{' '.join(words) or 'one process'}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
 
-    def on_boxes(self, recipe: Path, *, torchrun: bool = False) -> list[Ended]:
+    def on_boxes(self, recipe: Path, *, torchrun: bool = False, paced: float | None = None) -> list[Ended]:
         kept = self.folder / "kept"
-        with ranks(["finetune", str(recipe)], recipe.parent, memory=self.options.budget, torchrun=torchrun, kept=kept) as began:
+        words, program = ["finetune", str(recipe)], ("-m", "fuyou_cli")
+        if paced is not None:
+            words, program = [f"{paced:g}", str(recipe)], (str(PACED_RANK),)
+        options = {"memory": self.options.budget, "torchrun": torchrun, "kept": kept, "program": program}
+        with ranks(words, recipe.parent, **options) as began:
             ends = wait(began, LONGEST)
         if ends is None:
             raise Lost(f"{recipe}: the ranks still run after {LONGEST:g} s")
@@ -146,17 +156,18 @@ def over(runs: Runs, link: Link, rate: float | None) -> dict[str, Any]:
     and after the first one, and what each rank took of memory, which no launcher shares, each beside its plan."""
     link.hold(rate)
     name = "link" if rate is None else f"link-{rate:.0f}"
-    recipe = runs.recipe(name, budget=runs.options.budget, home="auto", measures=True)
+    paced = runs.options.paced
+    recipe = runs.recipe(name, budget=runs.options.budget, home="auto", measures=paced is None)
     before = link.sent()
     try:
-        ends = runs.on_boxes(recipe)
+        ends = runs.on_boxes(recipe, paced=paced)
         (plan,), (end,), steps = events(recipe, "plan"), events(recipe, "end"), events(recipe, "step")[WARM:]
         return {
             "seconds": seconds_of(recipe), "predicted": plan["predicted_step_seconds"], "network": plan["network"],
             "each": [step["seconds"] for step in steps], "stalls": steps[-1]["stalls"],
             "bytes": (link.sent() - before) / runs.options.steps,
             "peaks": [end.peak for end in ends], "killed": sum(end.killed for end in ends),
-            "planned": [rank["ram_planned"] for rank in end["ranks"]],
+            "planned": [rank["ram_planned"] for rank in end["ranks"]], "noisy": os.getloadavg()[0] > BUSY,
         }  # fmt: skip
     finally:
         link.hold(None)
@@ -199,11 +210,13 @@ def bits_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     return rows
 
 
-def memory_row(runs: Runs, free: dict[str, Any]) -> Row:
-    budget, peaks, planned = runs.options.budget, free["peaks"], free["planned"]
-    ok = free["killed"] == 0 and all(peak <= plan <= budget for peak, plan in zip(peaks, planned, strict=True))
-    note = f"planned {' and '.join(map(gib, planned))}"
-    measured = " and ".join(map(gib, peaks))
+def memory_row(runs: Runs, results: list[dict[str, Any]]) -> Row:
+    """Compares what each box held with its rank's own plan, in runs that measured no machine: a bench is a process beside."""
+    budget, planned = runs.options.budget, results[0]["planned"]
+    peaks = [max(peaks) for peaks in zip(*(result["peaks"] for result in results), strict=True)]
+    within = all(peak <= plan <= budget for peak, plan in zip(peaks, planned, strict=True))
+    ok = within and not any(result["killed"] for result in results)
+    note, measured = f"planned {' and '.join(map(gib, planned))}", " and ".join(map(gib, peaks))
     return holds(f"each rank in a group of {gib(budget)}", "not killed, within its own plan", measured, ok, note=note)
 
 
@@ -213,22 +226,25 @@ def step_row(what: str, result: dict[str, Any], note: str = "") -> Row:
     spread = f"{min(result['each']):.3f} to {max(result['each']):.3f}"
     off, link = seconds / predicted - 1, f"link measured {network['link'] / 1e6:.2f} MB/s, {1e3 * network['latency']:.2f} ms"
     measured = f"{seconds:.3f} s ({spread}), predicted {predicted:.3f} s: {100 * off:+.1f} %"
-    return holds(what, f"predicted within {100 * NEAR:.0f} %", measured, abs(off) <= NEAR, note=f"{note}{link}", values=result)
+    row = holds(what, f"predicted within {100 * NEAR:.0f} %", measured, abs(off) <= NEAR, note=f"{note}{link}", values=result)
+    return unless_noisy(row, [result])
 
 
 def over_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
-    free = setting.measure("free link", lambda: over(runs, link, None))
+    options = runs.options
+    about = f"{options.rows} x {options.length} tokens, {'paced' if options.paced else 'as it is'}"
+    free = setting.measure(f"free link, {about}", lambda: over(runs, link, None))
     needed = free["bytes"] / free["seconds"]
     note = f"{free['bytes'] / 1e6:.2f} MB a step the busier way, which needs {needed / 1e6:.2f} MB/s; "
-    rows = [memory_row(runs, free), step_row("a step over a free link", free, note)]
+    rows, held = [step_row("a step over a free link", free, note)], list[dict[str, Any]]()
     for share in RATES:
-        result = setting.measure(f"link of {share:g}", partial(over, runs, link, share * needed))
-        rows.append(step_row(f"a step over a link of {share:g} of that", result))
-    return rows
+        held.append(setting.measure(f"link of {share:g}, {about}", partial(over, runs, link, share * needed)))
+        rows.append(step_row(f"a step over a link of {share:g} of that", held[-1]))
+    return [memory_row(runs, held), *rows]
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
-    own = {name: getattr(options, name) for name in ("parts", "rows", "steps", "budget")}
+    own = {name: getattr(options, name) for name in ("parts", "rows", "length", "steps", "budget", "paced")}
     settings = {**setting.described(), **own}
     try:
         with two_boxes() as link:

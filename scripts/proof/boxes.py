@@ -43,7 +43,8 @@ class Link:
             _inside(box, "ip", "link", "set", box.interface, "up")
             _inside(box, "tc", "qdisc", "del", "dev", box.interface, "root", check=False)
             if rate is not None:
-                limits = ("rate", f"{int(8 * rate)}bit", "burst", "256kb", "latency", "200ms")
+                burst = max(16 << 10, int(rate / 50))
+                limits = ("rate", f"{int(8 * rate)}bit", "burst", str(burst), "latency", "200ms")
                 _inside(box, "tc", "qdisc", "add", "dev", box.interface, "root", "tbf", *limits)
 
     def sent(self) -> int:
@@ -150,17 +151,19 @@ class Rank:
 
 @contextmanager
 def ranks(
-    words: Sequence[str], folder: Path, *, memory: int | None = None, torchrun: bool = False, kept: Path | None = None
-) -> Iterator[list[Rank]]:
+    words: Sequence[str], folder: Path, *, memory: int | None = None, torchrun: bool = False, kept: Path | None = None,
+    program: Sequence[str] = ("-m", "fuyou_cli"), names_interface: bool = False,
+) -> Iterator[list[Rank]]:  # fmt: skip
     """Starts `fuyou WORDS` as one rank on each box, each within `memory` bytes. `torchrun`: by that, as people do; otherwise by
-    the variables that it sets. `kept`: where boxes keep what they measure. What still runs at the end is killed."""
+    the variables that it sets. `kept`: where boxes keep what they measure; `program`: what Python runs in place of
+    fuyou; `names_interface`: to gloo, for what does not find it. What still runs at the end is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     allowed = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         began = []
         for number, box in enumerate(BOXES):
             held = stack.enter_context(group(memory=memory, name=f"{box.name}-{os.getpid()}"))
-            command, environment = [sys.executable, "-P", "-m", "fuyou_cli", *words], dict[str, str]()
+            command, environment = [sys.executable, "-P", *program, *words], dict[str, str]()
             if torchrun:
                 place = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"]
                 meeting = ["--master-addr", BOXES[0].address, "--master-port", str(PORT)]
@@ -168,6 +171,7 @@ def ranks(
             else:
                 values = (str(number), "2", "0", BOXES[0].address, str(PORT))
                 environment = dict(zip(RANKED, values, strict=True))
+            environment |= {"GLOO_SOCKET_IFNAME": box.interface} if names_interface else {}
             environment |= {} if kept is None else {"XDG_CACHE_HOME": str(kept / box.name)}
             cores = set(allowed[number :: len(BOXES)] or allowed)
             began.append(Rank(box, command, environment, folder / f"{number}.txt", held, cores))

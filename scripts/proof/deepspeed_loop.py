@@ -40,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--in-memory", action="store_true", help="nothing is offloaded")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--torch-adam", action="store_true", help="torch's AdamW: DeepSpeed compiles nothing")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rows", type=int, default=2, help="of a step, computed at once (default: 2)")
     parser.add_argument("--length", type=int, default=32, help="tokens of a row (default: 32)")
     return parser.parse_args()
@@ -47,11 +49,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    os.environ.update(
-        DS_ACCELERATOR=options.device, OMP_NUM_THREADS=str(options.threads), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
-        LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(20000 + os.getpid() % 20000),
-    )  # fmt: skip
-    with options.out.open("w", encoding="utf-8") as out:
+    os.environ.update(DS_ACCELERATOR=options.device, OMP_NUM_THREADS=str(options.threads), LOCAL_SIZE="1")
+    if "RANK" not in os.environ:  # of several: compare_boxes.py
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(20000 + os.getpid() % 20000)
+        )
+    path = Path(str(options.out).format(os.environ["RANK"]))
+    with path.open("w", encoding="utf-8") as out:
 
         def tell(**what: object) -> None:
             out.write(json.dumps(what) + "\n")
@@ -72,11 +76,13 @@ def train(options, tell) -> None:
 
     torch.set_num_threads(options.threads)
     options.nvme.mkdir(parents=True, exist_ok=True)
+    if options.torch_adam:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for ranks that share a box
     deepspeed.init_distributed("nccl" if options.device == "cuda" else "gloo", verbose=False)
     config = AutoConfig.from_pretrained(options.model)
     settings = settings_of(config, options)
     tell(deepspeed=deepspeed.__version__)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     if options.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -90,7 +96,7 @@ def train(options, tell) -> None:
     if options.fill:
         fill(options.fill)
     for step in range(options.first, options.last + 1):
-        torch.manual_seed(step)
+        torch.manual_seed(step + 10**6 * int(os.environ["RANK"]))  # every rank has rows of its own
         ids = torch.randint(0, config.vocab_size, (options.rows, options.length)).to(options.device)
         begin = time.perf_counter()
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
@@ -122,8 +128,8 @@ def settings_of(config, options) -> dict[str, object]:
         "zero_optimization": zero,
         "aio": {"block_size": 1 << 20, "queue_depth": 32 if on_gpu else 8, "intra_op_parallelism": 4 if on_gpu else 1},
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": options.torch_adam}},
+        "bf16": {"enabled": options.dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
     }
 
