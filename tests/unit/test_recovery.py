@@ -187,7 +187,7 @@ def saved_by(folder: Path, counts: dict[int, str]) -> Path:
         folders = [folder / f"run.r{rank}of{count}" for rank in range(count)] if count > 1 else [folder / "run"]
         for rank, place in enumerate(folders):
             share = RankShare(rank=rank, count=count, owners=(0,) * count, commit=K, folders=tuple(map(str, folders)))
-            files, beside = (str(place / "store.bin"),), (str(place / manifests.BEFORE),)
+            files, beside = (str(place / "store.bin"),), tuple(str(place / name) for name in manifests.BESIDE)
             saved = replace(SAVED, step=K, files=files, companions=beside, share=share if count > 1 else None)
             if state == "loading" or (state == "half" and rank == count - 1):
                 saved = replace(saved, state="loading")
@@ -230,6 +230,25 @@ def test_what_was_brought_is_removed_where_it_was(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
     remove_elsewhere(folder, "a", K, also=(), say=print)
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_removal_that_ends_early_leaves_no_rank_ahead(tmp_path: Path) -> None:
+    """Of two ranks, the second a commit ahead, the first is removed and the second is not: they go on from what was brought."""
+    folder = saved_by(tmp_path, {1: "saved", 2: "saved"})
+    ranks = [tmp_path / f"run.r{rank}of2" for rank in range(2)]
+    (ranks[1] / "store.bin").touch()
+    os.link(ranks[1] / "store.bin", tmp_path / "a second name")  # so it is left alone
+    ahead = saved_store(ranks[1]).manifest
+    manifests.write(ranks[1], replace(ahead, step=K + 1), keep=True)
+    said = list[str]()
+    remove_elsewhere(folder, "a", K, also=(), say=said.append)
+    assert not ranks[0].exists() and ranks[1].exists() and len(said) == 1, said
+    offers = [
+        offer_of(None if rank == 0 else saved_store(place).manifest, place, rank=rank, host="")
+        for rank, place in enumerate(ranks)
+    ]
+    source = brought_from(offers)
+    assert source is not None and Path(source.folder) == folder and source.step == K
 
 
 def test_limits_of_writes_are_of_boxes() -> None:

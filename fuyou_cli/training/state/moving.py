@@ -20,7 +20,7 @@ from ...spec.plan import Span
 from ...swap.kernels import CHECKSUM_BLOCK, checksum
 from . import manifest as manifests
 from .at_rest import PIECE, OpenStore, Progress, SavedStore, at_rest, not_as_named
-from .manifest import TENSORS, StoredExtent, StoredStage
+from .manifest import TENSORS, Manifest, StoredExtent, StoredStage
 from .storage import StageFiles
 from .store_folders import of_any_count, rank_count, read_store, remove_store
 
@@ -88,8 +88,12 @@ def _copied(store: OpenStore, extent: StoredExtent, files: StageFiles, to: Span,
 
 def remove_elsewhere(folder: Path, run: str, step: int, *, also: Sequence[Path], say: Callable[[str], None]) -> None:
     """Removes the stores that other numbers of ranks have of a run that is committed in `folder` after `step`. `also`: where
-    they may be, but beside it."""
+    they may be, but beside it.
+
+    A rank that was a commit ahead of the others goes back first: left alone by a kill, it would look as if its ranks had gone
+    on since."""
     places = list(dict.fromkeys((*of_any_count(folder), *also)))
+    ahead, left = list[tuple[Path, Manifest]](), list[Path]()
     for place in places:
         with suppress(UsageError):  # what cannot be read is left alone
             if rank_count(place) == rank_count(folder):
@@ -97,11 +101,20 @@ def remove_elsewhere(folder: Path, run: str, step: int, *, also: Sequence[Path],
             saved, _ = manifests.newest(place)
             if saved is None or saved.run != run:
                 continue
-            older = manifests.before(place, saved)  # one of its ranks may have been a commit ahead of the others
+            older = manifests.before(place, saved)
             if min(saved.step, saved.step if older is None else older.step) > step:
                 continue
             places += [Path(other) for other in (saved.share.folders if saved.share else ()) if Path(other) not in places]
-            _remove(place, say)
+            ahead += [(place, older)] if older is not None and saved.step > step else []
+            left.append(place)
+    for place, older in ahead:
+        try:
+            manifests.go_back(place, older)
+        except FuyouError as error:
+            say(f"note: {place} is no longer needed and could not be removed: {error}")
+            return
+    for place in left:
+        _remove(place, say)
 
 
 def _remove(place: Path, say: Callable[[str], None]) -> None:
