@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fuyou_cli.engine.link_rates import measured_network
+from fuyou_cli.engine.link_rates import _passed, measured_network
 from fuyou_cli.engine.ranks import Ranks
 from fuyou_cli.spec.network import ASSUMED_LINK, LATENCY, Network
 
@@ -41,6 +41,12 @@ def test_all_ranks_measure_the_same_link(tmp_path: Path) -> None:
     assert alone == replace(BOXES, boxes=1, ranks_per_box=4)
     assert network == replace(BOXES, link=network.link, latency=network.latency, link_name="measured")
     assert 1e6 < network.link < 1e11 and 1e-6 < network.latency < 1
+
+
+def test_a_rank_that_is_run_late_does_not_find_a_link_without_end() -> None:
+    """All parts are there when it looks for the first one."""
+    assert _passed(10.0, 10.1, 10.9) == 10.9 - 10.1
+    assert _passed(10.0, 10.9, 10.9) == (10.9 - 10.0) / 2
 
 
 def test_results_do_not_depend_on_what_was_measured() -> None:
