@@ -48,24 +48,24 @@ def refuse_keys(recipe: Recipe, count: int) -> None:
 
 
 def refuse_unlike_recipe(recipe: Recipe, peers: Peers) -> None:
-    """Raises UsageError on every rank if one has another recipe or other versions than rank 0. It comes before anything else
-    that ranks tell one another, as the recipe decides what that is."""
+    """Raises UsageError on every rank if one has another recipe, other versions or another kind of device than rank 0. It comes
+    before anything else that ranks tell one another, as these decide what that is: on CPUs they may be replicas."""
     settings = {
         key: value
         for key, value in recipe.settings().items()
         if not any(key == name or key.startswith(f"{name}.") for name in _OF_A_BOX)
     }
     versions = {f"version of {name}": version for name, version in library_versions(recipe).items()}
-    peers.refuse_unlike("recipe", {**settings, **versions})
+    peers.refuse_unlike("recipe", {"kind of device": device_name(recipe), **settings, **versions})
 
 
 def refuse_unlike_start(inspected: Inspected, peers: Peers) -> None:
-    """Raises UsageError on every rank if one has a recipe that reads otherwise beside the model, or another kind of device than
-    rank 0."""
+    """Raises UsageError on every rank if one has a recipe that reads otherwise beside the model, or another processor or GPU
+    than rank 0."""
     import torch
 
     recipe = inspected.recipe
-    device = {"kind of device": inspected.device, "kind of processor": torch.backends.cpu.get_cpu_capability()}
+    device = {"kind of processor": torch.backends.cpu.get_cpu_capability()}
     if inspected.device == "cuda":
         device["GPU"] = torch.cuda.get_device_name()
     refuse_unlike_recipe(recipe, peers)
