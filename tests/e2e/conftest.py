@@ -25,6 +25,7 @@ from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import Interrupted
 from fuyou_cli.core.paths import kept_folder
 from fuyou_cli.data import cache as tokenised
+from fuyou_cli.training.run_log import read_log
 from tests import served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,7 +211,7 @@ class Project:
 
     def losses(self) -> dict[int, float]:
         """Returns step -> loss of the log; of a step logged twice the later record."""
-        records = [json.loads(line) for line in (self.out / "log.jsonl").read_text().splitlines()]
+        records: list[dict[str, Any]] = read_log(self.out / "log.jsonl")
         return {record["step"]: record["loss"] for record in records if record["event"] == "step"}
 
     def exported(self) -> dict[str, Any]:
