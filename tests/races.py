@@ -195,20 +195,20 @@ class OrderedDevice(EmulatedDevice):
 
     def computed(self, uses: Sequence[tuple[torch.Tensor, bool]], what: str) -> None:
         """Notes an operator. `uses`: tensors, and whether they are written."""
-        there, here = list[tuple[torch.Tensor, bool]](), list[tuple[torch.Tensor, bool]]()
+        on_device, on_host = list[tuple[torch.Tensor, bool]](), list[tuple[torch.Tensor, bool]]()
         self._forget()
         for tensor, writes in uses:
             address = tensor.data_ptr()
             number = bisect_right(self._memories, (address, 1 << 63)) - 1
             if number >= 0 and address < self._memories[number][1]:
-                there.append((tensor, writes))
+                on_device.append((tensor, writes))
             elif self._arena[0] <= address < self._arena[1]:
-                here.append((tensor, writes))
-        if there and here:
+                on_host.append((tensor, writes))
+        if on_device and on_host:
             self._found(f"{what} computes with memory of the device and of the host")
-        if there:
-            self._run(COMPUTE, {}, there, what)
-        for tensor, writes in here:
+        if on_device:
+            self._run(COMPUTE, {}, on_device, what)
+        for tensor, writes in on_host:
             self._use(*_extent(tensor), "host", self.known, writes, what)
 
     def requested(self, ticket: str, uses: Sequence[tuple[int, int, bool]], what: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
-from fuyou_cli.engine import calls
+from fuyou_cli.engine import calls, fake_mode
 from fuyou_cli.engine.describe import outlined, specified
 from fuyou_cli.engine.fake_mode import RememberingMode
 from fuyou_cli.engine.skeleton import build
@@ -44,3 +44,23 @@ def test_chunks_are_remembered_and_begin_where_they_are() -> None:
         assert {(product.shape, product.stride(), product.storage_offset()) for product in products} == {((3, 5), (5, 1), 0)}
         assert chunks[0].mul_(2) is chunks[0]
         assert chunks[1].mul_(2) is chunks[1]
+
+
+def test_what_another_mode_has_seen_is_not_taken_where_more_decides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of results serves all modes, in little room here."""
+    monkeypatch.setattr(fake_mode, "_KNOWN", {})
+    monkeypatch.setattr(fake_mode, "_MOST_KNOWN", 3)
+    usual = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            with RememberingMode() as mode:
+                ones = torch.ones(4, 3, dtype=torch.int64)
+                across = ones.new_empty(3, 4).t()
+                quotients = [ones / 2, across / 2]
+                assert {quotient.dtype for quotient in quotients} == {dtype}
+                assert [quotient.stride() for quotient in quotients] == [(3, 1), (1, 4)]
+                assert all(quotient.fake_mode is mode for quotient in quotients)  # type: ignore[attr-defined]
+                assert len(fake_mode._KNOWN) <= 3
+    finally:
+        torch.set_default_dtype(usual)

@@ -82,13 +82,13 @@ def test_the_state_before_is_of_the_same_run(tmp_path: Path) -> None:
 def test_an_evaluation_keeps_the_state_before(tmp_path: Path) -> None:
     """It names the extents of the commit of its step again. A damaged one of these is only in the state before whole."""
     older = manifest()
-    there = replace(older.stages[0], generation=older.step + 1, turn=older.stages[0].turn + 1)
-    newest = replace(older, step=older.step + 1, stages=(there, *older.stages[1:]), evaluated=None)
+    updated = replace(older.stages[0], generation=older.step + 1, turn=older.stages[0].turn + 1)
+    newest = replace(older, step=older.step + 1, stages=(updated, *older.stages[1:]), evaluated=None)
     evaluated = replace(newest, evaluated=Evaluated(step=newest.step, best=1.0, best_step=newest.step, worse=0))
     commits = SimpleNamespace(last=None)
     saver = SimpleNamespace(folder=tmp_path, commits=commits, standing=SimpleNamespace(losses=[1.0] * newest.step))
-    for commits.last, one in ((None, older), (older, newest), (newest, evaluated)):
-        Saver._write(cast(Any, saver), one)
+    for commits.last, written in ((None, older), (older, newest), (newest, evaluated)):
+        Saver._write(cast(Any, saver), written)
     assert manifests.read(tmp_path) == evaluated and manifests.before(tmp_path, evaluated) == older
 
 

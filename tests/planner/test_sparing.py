@@ -99,7 +99,7 @@ def test_what_is_written_costs_a_tenth_of_the_step_at_most(
     assert found.best.seconds <= found.fastest.seconds * (1 + GAIN) or found.best.written <= max(floor, found.fastest.written)
 
 
-def _that_may_keep_outputs() -> tuple[ModelSpec, PlanRequest]:
+def _with_room_for_outputs() -> tuple[ModelSpec, PlanRequest]:
     """Makes a model whose blocks compute one operator nearly alone, and a request with room on the ssd for its outputs."""
     spec = model(8 << 20, *[4 << 20] * 12, 2048, 8 << 20)
     output = OperatorSpec(index=0, name="mm", flops=0.9 * spec.stages[1].forward_flops, bytes=8 * MiB)
@@ -110,7 +110,7 @@ def _that_may_keep_outputs() -> tuple[ModelSpec, PlanRequest]:
 
 def test_spending_needs_a_twentieth() -> None:
     """The same run on compute of several speeds: outputs on the ssd once recomputing them takes long enough, and not before."""
-    spec, request = _that_may_keep_outputs()
+    spec, request = _with_room_for_outputs()
     gains = []
     for power in (6, 10, 10.5, 12):  # at 10.5 spending saves 6 %
         hardware = replace(HARDWARE, matmul_flops=1e10 / 1.5**power)
@@ -126,7 +126,7 @@ def test_spending_needs_a_twentieth() -> None:
 
 def test_ignoring_wear_writes_what_sparing_does_not() -> None:
     """Where spending saves 1.3 %, outputs go to the ssd if wear is ignored, and only then."""
-    spec, request = _that_may_keep_outputs()
+    spec, request = _with_room_for_outputs()
     hardware = replace(HARDWARE, matmul_flops=1e10 / 1.5**10)
     spared = search(spec, hardware, replace(request, wear="spare")).best
     ignored = search(spec, hardware, replace(request, wear="ignore")).best
