@@ -12,11 +12,11 @@ from fuyou_cli.core.errors import FuyouError, PlanError, UsageError
 from fuyou_cli.core.units import brief
 from fuyou_cli.machine.described import Box
 from fuyou_cli.planner.ring import of_other_ranks
-from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
+from fuyou_cli.planner.simulated_ring import RingTimeline
 from fuyou_cli.recipe.load import LoadedRecipe
 from fuyou_cli.spec.network import Network
 from fuyou_cli.training.alike import are_replicas, refuse_keys
-from fuyou_cli.training.plan_step import halves, plan, plan_ranks
+from fuyou_cli.training.plan_step import halves, plan, plan_ranks, seconds_of_all, simulated
 from fuyou_cli.training.prepare import Planned, StoreDisks, unheard
 from fuyou_cli.training.state.resume import REFUSED
 
@@ -42,9 +42,7 @@ class Ring:
 
     @property
     def step_seconds(self) -> float:
-        """Returns the seconds of a step, with the share of commits that the slowest rank has."""
-        commits = (one.plan.predicted.step_seconds - one.plan.plain_seconds for one in self.ranks)
-        return self.timeline.step_seconds + max(commits)
+        return seconds_of_all(self.ranks, self.timeline)
 
     @property
     def tokens_per_second(self) -> float:
@@ -129,10 +127,6 @@ class Ring:
 
 def _no_faster(speed_up: float | None) -> str:
     return "slower" if speed_up is not None and speed_up < 1 else "hardly faster"
-
-
-def simulated(ranks: tuple[Planned, ...], network: Network) -> RingTimeline:
-    return simulate_ring([RankPlan(model=one.model, hardware=one.hardware, plan=one.plan) for one in ranks], network)
 
 
 def plan_ring(

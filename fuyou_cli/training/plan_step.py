@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -21,7 +22,7 @@ from ..planner.place import least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..planner.ring import check_owners
 from ..planner.run_planner import Effort, RunPlanner
-from ..planner.simulated_ring import RankPlan, simulate_ring
+from ..planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
 from ..spec.network import Network
@@ -135,6 +136,16 @@ def _plan_alike(
         with suppress(PlanError):
             return planned(candidate)
     return planned(None)
+
+
+def simulated(ranks: Sequence[Planned], network: Network) -> RingTimeline:
+    """Returns the step of all ranks, without commits that are more than a step apart."""
+    return simulate_ring([RankPlan(model=one.model, hardware=one.hardware, plan=one.plan) for one in ranks], network)
+
+
+def seconds_of_all(ranks: Sequence[Planned], timeline: RingTimeline) -> float:
+    """Returns the seconds of a step of all ranks, with the share of commits that the slowest rank has."""
+    return timeline.step_seconds + max(one.plan.predicted.step_seconds - one.plan.plain_seconds for one in ranks)
 
 
 def halves(before: Planned, network: Network) -> tuple[Planned, ...]:
@@ -407,6 +418,13 @@ class _Planner:
         network = self._seat.network.assumed if chooses else self._seat.network
         return chain_seconds(self._specified(numerics), self._hardware, asked, network)
 
+    def _seconds_of_all(self, numerics: Numerics) -> float:
+        """Simulates the step of all ranks with such micro-batches, over a link of which nothing is measured."""
+        assert self._seat is not None
+        first, network = self.planned(numerics), self._seat.network.assumed
+        ranks = _with_others(first, network, candidate=None if first.found is None else first.found.best.candidate)
+        return seconds_of_all(ranks, simulated(ranks, network))
+
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe
         known = self._described.get(about)
@@ -435,8 +453,9 @@ class _Planner:
         return inspected.known.once(FastestSize, lambda: FastestSize(rows=self._compared_sizes()), *about).rows
 
     def _compared_sizes(self) -> int:
-        """Compares the simulated usual plans of the sizes, then the searched plans of the best two. Those of a mixture may be
-        larger, where compute takes the most time: each expert then has more rows, and nothing else becomes faster."""
+        """Compares the simulated usual plans of the sizes, then the searched plans of the best two, for several ranks by the
+        step of all. Those of a mixture may be larger, where compute takes the most time: each expert then has more rows, and
+        nothing else becomes faster."""
         recipe, hardware = self._inspected.recipe, self._hardware
         is_ring = self._seat is not None and self._replicas == 1
         batch, length, usual = (
@@ -466,8 +485,11 @@ class _Planner:
             fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
             if effort == "usual":
                 is_bound = plan.predicted.bottleneck != "compute"
-            longest = self.chain_seconds(asked.numerics, chooses=True) if is_ring else 0.0
-            return max(longest, plan.predicted.step_seconds) if fits else None
+            if not (fits and is_ring):
+                return plan.predicted.step_seconds if fits else None
+            if effort == "search":
+                return self._seconds_of_all(asked.numerics)
+            return max(self.chain_seconds(asked.numerics, chooses=True), plan.predicted.step_seconds)
 
         is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[0].stages)
         return fastest_size(

@@ -98,6 +98,18 @@ def test_two_boxes_are_named_where_drives_bind(fuyou: Callable[..., Command]) ->
     assert "two such boxes over 10GbE: " in " ".join(out.split())
 
 
+def test_micro_batches_are_chosen_by_the_step_of_all(fuyou: Callable[..., Command]) -> None:
+    """A rank's own step, in which drives bind and nobody waits for others, cannot tell."""
+    run = fuyou(**{"offload.optimizer_states": "ssd", "offload.weights": "ssd"})
+    rates = dict.fromkeys(("store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write"), "100kB/s")
+    Path("slow.yaml").write_text(f"parts: {MACHINE}\n" + "".join(f"{key}: {value}\n" for key, value in rates.items()))
+    tokens = {
+        rows: run.json(f"train.micro_batch_size={rows}", "--hardware", "slow.yaml", "--boxes", "2")["tokens_per_second"]
+        for rows in ("auto", 1, 2, 4, 8)
+    }
+    assert tokens.pop("auto") >= 0.999 * max(tokens.values()), tokens
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
