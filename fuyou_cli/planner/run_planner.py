@@ -37,7 +37,8 @@ class PlanMade:
 
 
 class RunPlanner:
-    """Plans runs of one recipe on one machine. Searches once for equal requests: the numerics in them stand for the model.
+    """Plans runs of one recipe on one machine. Searches once for equal requests of a rank: the numerics in them stand for the
+    model, but for whom its stages are dealt to.
 
     `candidate`: what is placed instead of a search. `near`: what a brief search begins with. `or_least`: where nothing fits,
     plans what needs least.
@@ -54,7 +55,7 @@ class RunPlanner:
     ) -> None:
         self._hardware, self._candidate, self._effort, self._or_least = hardware, candidate, effort, or_least
         self._near = near
-        self._searches: dict[PlanRequest, PlanMade] = {}
+        self._searches: dict[tuple[tuple[int, ...], PlanRequest], PlanMade] = {}
 
     def plan(self, model: ModelSpec, request: PlanRequest, *, steps: int, effort: Effort | None = None) -> PlanMade:
         """Returns the plan at the rates that the drives have for most of a run of `steps` (0: unknown, counts as many). These
@@ -103,7 +104,8 @@ class RunPlanner:
         return PlanMade(request=request, plan=plan, search=None)
 
     def _searched(self, model: ModelSpec, request: PlanRequest) -> PlanMade:
-        if request not in self._searches:
+        about = model.owners, request
+        if about not in self._searches:
             try:
                 result, plan = search_timed(model, self._hardware, request, near=self._near)
             except PlanError:
@@ -111,8 +113,8 @@ class RunPlanner:
                     raise
                 result, plan = self._least(model, request)
                 plan = replace(plan, cpu_budget=request.cpu_budget)
-            self._searches[request] = PlanMade(request=request, plan=plan, search=result)
-        return self._searches[request]
+            self._searches[about] = PlanMade(request=request, plan=plan, search=result)
+        return self._searches[about]
 
     def _least(self, model: ModelSpec, request: PlanRequest) -> tuple[SearchResult, Plan]:
         """Searches with the least budget, which fits in one of the ways to rest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
@@ -410,20 +411,19 @@ class _Planner:
             return saved.share.owners
         return fastest_deal(model, self._hardware, asked, seat.network) if seat.alike is None else seat.alike.owners
 
-    def chain_seconds(self, numerics: Numerics, *, chooses: bool = False) -> float:
-        """Estimates the step of all ranks with such micro-batches if compute and the network bind. `chooses`: the numerics, so
-        that nothing measured of the network may tell."""
+    def chain_seconds(self, numerics: Numerics) -> float:
+        """Estimates the step of all ranks with such micro-batches if compute and the network bind."""
         assert self._seat is not None
         _, asked = self._request(numerics)
-        network = self._seat.network.assumed if chooses else self._seat.network
-        return chain_seconds(self._specified(numerics), self._hardware, asked, network)
+        return chain_seconds(self._specified(numerics), self._hardware, asked, self._seat.network)
 
     def _seconds_of_all(self, numerics: Numerics) -> float:
-        """Simulates the step of all ranks with such micro-batches, over a link of which nothing is measured."""
+        """Simulates the step of all ranks with such micro-batches. Raises PlanError."""
         assert self._seat is not None
-        first, network = self.planned(numerics), self._seat.network.assumed
-        ranks = _with_others(first, network, candidate=None if first.found is None else first.found.best.candidate)
-        return seconds_of_all(ranks, simulated(ranks, network))
+        first = self.planned(numerics)
+        choice = None if first.found is None else first.found.best.candidate
+        ranks = _with_others(first, self._seat.network, candidate=choice)
+        return seconds_of_all(ranks, simulated(ranks, self._seat.network))
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe
@@ -444,13 +444,21 @@ class _Planner:
         if inspected.recipe.train.micro_batch_size != "auto" or inspected.manifest is not None:
             return None
         if not inspected.known.is_elsewhere:
-            return self._compared_sizes()
+            return self._by_the_assumed_link()._compared_sizes()
         recipe = inspected.recipe.model_dump_json()
         about: tuple[object, ...] = (
             recipe, self._hardware, self._disks, inspected.in_place, self._epoch, self._range_experts
         )  # fmt: skip
         about = about if self._seat is None else (*about, self._seat)
         return inspected.known.once(FastestSize, lambda: FastestSize(rows=self._compared_sizes()), *about).rows
+
+    def _by_the_assumed_link(self) -> _Planner:
+        """Returns this planner as if no link had been measured: numerics may not depend on a rate that is another one each
+        time, and by it stages are dealt, too."""
+        planner = copy(self)
+        if self._seat is not None:
+            planner._seat = replace(self._seat, network=self._seat.network.assumed)
+        return planner
 
     def _compared_sizes(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two, for several ranks by the
@@ -479,6 +487,7 @@ class _Planner:
             model, asked = of(size)
             try:
                 plan = self._runs.plan(model, asked, steps=steps_of(recipe, None), effort=effort).plan
+                of_all = self._seconds_of_all(asked.numerics) if is_ring and effort == "search" else None
             except PlanError:
                 return None
             on_device = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget
@@ -487,9 +496,7 @@ class _Planner:
                 is_bound = plan.predicted.bottleneck != "compute"
             if not (fits and is_ring):
                 return plan.predicted.step_seconds if fits else None
-            if effort == "search":
-                return self._seconds_of_all(asked.numerics)
-            return max(self.chain_seconds(asked.numerics, chooses=True), plan.predicted.step_seconds)
+            return of_all or max(self.chain_seconds(asked.numerics), plan.predicted.step_seconds)
 
         is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[0].stages)
         return fastest_size(

@@ -46,6 +46,14 @@ def test_the_candidate_that_a_search_found_gives_its_plan(changes: dict[str, Any
     assert again.plan == made.plan
 
 
+def test_every_deal_of_stages_is_searched_for_itself() -> None:
+    """Though what ranks ask for is the same."""
+    planner, asked, count = RunPlanner(HARDWARE), request(sweeps=1), len(SPEC.stages)
+    for owners in ((0,) * (count - 2) + (1, 1), (0, 1) + (0,) * (count - 2)):
+        view = SPEC.of_rank(owners, 0)
+        assert planner.plan(view, asked, steps=0).plan == RunPlanner(HARDWARE).plan(view, asked, steps=0).plan
+
+
 def test_a_candidate_rests_where_it_saves_time() -> None:
     """An adapter beside frozen weights may rest in RAM or on the ssd: both are placed."""
     spec = adapted(4, 8, 1)
