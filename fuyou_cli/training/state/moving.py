@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ...core.errors import DamagedStateError, FuyouError, UsageError
@@ -22,7 +23,7 @@ from . import manifest as manifests
 from .at_rest import PIECE, OpenStore, Progress, SavedStore, at_rest, not_as_named
 from .manifest import TENSORS, Manifest, StoredExtent, StoredStage
 from .storage import StageFiles
-from .store_folders import of_any_count, rank_count, read_store, remove_store
+from .store_folders import of_any_count, rank_count, read_store, refuse_in_use, remove_store
 
 _TURNS = 2  # pieces; one is read while the other is written
 
@@ -90,10 +91,10 @@ def remove_elsewhere(folder: Path, run: str, step: int, *, also: Sequence[Path],
     """Removes the stores that other numbers of ranks have of a run that is committed in `folder` after `step`. `also`: where
     they may be, but beside it.
 
-    A rank that was a commit ahead of the others goes back first: left alone by a kill, it would look as if its ranks had gone
-    on since."""
+    Killed at any moment, it leaves nothing that ranks would go on from or be refused for in place of what is in `folder`: a
+    rank that was a commit ahead of the others first goes back, and then no store says that it holds a state."""
     places = list(dict.fromkeys((*of_any_count(folder), *also)))
-    ahead, left = list[tuple[Path, Manifest]](), list[Path]()
+    ahead, given_up = list[tuple[Path, Manifest]](), list[tuple[Path, Manifest]]()
     for place in places:
         with suppress(UsageError):  # what cannot be read is left alone
             if rank_count(place) == rank_count(folder):
@@ -105,15 +106,20 @@ def remove_elsewhere(folder: Path, run: str, step: int, *, also: Sequence[Path],
             if min(saved.step, saved.step if older is None else older.step) > step:
                 continue
             places += [Path(other) for other in (saved.share.folders if saved.share else ()) if Path(other) not in places]
-            ahead += [(place, older)] if older is not None and saved.step > step else []
-            left.append(place)
-    for place, older in ahead:
-        try:
+            if older is not None and saved.step > step:
+                ahead.append((place, saved := older))
+            given_up.append((place, saved))
+    try:
+        for _, saved in given_up:
+            refuse_in_use(saved)
+        for place, older in ahead:
             manifests.go_back(place, older)
-        except FuyouError as error:
-            say(f"note: {place} is no longer needed and could not be removed: {error}")
-            return
-    for place in left:
+        for place, saved in given_up:
+            manifests.write(place, replace(saved, state="loading"))
+    except FuyouError as error:
+        say(f"note: what other numbers of ranks have saved of this run is no longer needed and could not be removed: {error}")
+        return
+    for place, _ in given_up:
         _remove(place, say)
 
 
