@@ -8,15 +8,17 @@ boundaries and sends gradients and boundaries back, always through host memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from operator import add
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
 from .costs import Costs
 from .device import DeviceSide, crossing
-from .schedule import Schedule, Visit, phase_traffic, written_by_update
+from .schedule import Schedule, Visit, updates_traffic, visits_traffic, written_by_update
 
 # Share of every resource's work that is added to the longest time. Of two phases that slots limit equally, the one with less
 # work is then estimated as shorter.
@@ -62,7 +64,7 @@ def _turning_at_head(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     computed = costs.seconds_of(schedule.visits, plan.stages)
     busiest = [sum(computed[: len(forward)]) + sum(map(costs.device_update_seconds, updated))]
     busiest.append(sum(map(costs.update_seconds, updated)) / costs.updates_at_once)
-    read, written = phase_traffic(costs.model, (), updated, plan.stages, None, costs.fill)
+    read, written = updates_traffic(costs.model, updated, None)
     busiest += store_seconds(costs.hardware, read, written).values()
     return max(busiest) + sum(computed[len(forward) :])
 
@@ -74,33 +76,51 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     """
     hardware, stages, seconds = costs.hardware, plan.stages, 0.0
     owning = [stage for stage in stages if costs.model.stages[stage.stage].trained]
-    computed = costs.seconds_of(schedule.visits, stages)
-    for visits in _phases(schedule):
+    for phase in costs.once("phases", schedule.visits, stages, partial(_phases, costs, schedule, plan)):
         # Deferred updates run beside the first sweep's forward, the others beside the last one's backward.
-        is_first, is_last = visits[0] is schedule.visits[0], visits[-1] is schedule.visits[-1]
-        updated = [stage for stage in owning if (is_first if stage.deferred else is_last)]
-        read, written = phase_traffic(costs.model, visits, updated, stages, plan.commit_every, costs.fill)
-        update, copied = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once, [0.0, 0.0]
+        updated = [stage for stage in owning if (phase.is_first if stage.deferred else phase.is_last)]
+        read, written = map(add, (phase.read, phase.written), updates_traffic(costs.model, updated, plan.commit_every))
+        update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
         busiest = list(store_seconds(hardware, read, written).values())
         if plan.device == "cpu":
-            compute = sum(computed[visit.index] for visit in visits)
-            busiest.append(compute + update * _taken_by_updates(hardware, costs.numerics))
+            busiest.append(phase.computing + update * _taken_by_updates(hardware, costs.numerics))
         else:
-            computing, *copied = _beside_copies(costs, visits, plan, computed)
-            busiest += [update, computing + sum(map(costs.device_update_seconds, updated)), *copied]
-        memory = _dram_seconds(costs, read, written, copied, updated).get("dram", 0.0)
-        longest = max(*busiest, memory, slot_seconds(costs, schedule, visits, plan, rates=_mixed(hardware)))
+            busiest += [update, phase.computing + sum(map(costs.device_update_seconds, updated)), *phase.copied]
+        memory = _dram_seconds(costs, read, written, phase.copied, updated).get("dram", 0.0)
+        longest = max(*busiest, memory, slot_seconds(costs, schedule, phase.visits, plan, rates=_mixed(hardware)))
         seconds += longest + _BESIDE * sum(busiest)
     return seconds
 
 
-def _phases(schedule: Schedule) -> list[list[Visit]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Phase:
+    """Holds the visits of a part of a step and what they take without updates: seconds of computing and of copies up and down,
+    bytes of the store."""
+
+    visits: list[Visit]
+    is_first: bool  # of the step's phases
+    is_last: bool
+    computing: float
+    copied: tuple[float, float]
+    read: int
+    written: int
+
+
+def _phases(costs: Costs, schedule: Schedule, plan: Plan) -> list[_Phase]:
     """Cuts a step into the first sweep's forward, the last sweep's rest without a backward that only measures, and all else."""
     first = [visit for visit in schedule.visits if visit.phase == "forward" and not visit.sweep]
     last = [visit for visit in schedule.visits if visit.phase != "forward" and visit.is_final and not visit.measures]
     ends = {visit.index for visit in (*first, *last)}
     between = [visit for visit in schedule.visits if visit.index not in ends]
-    return [phase for phase in (first, between, last) if phase]
+    computed, phases = costs.seconds_of(schedule.visits, plan.stages), list[_Phase]()
+    for visits in filter(None, (first, between, last)):
+        moved = visits_traffic(costs.model, visits, plan.stages, costs.fill)
+        busy = (sum(computed[visit.index] for visit in visits), 0.0, 0.0)
+        if plan.device != "cpu":
+            busy = _beside_copies(costs, visits, plan, computed)
+        ends_of = {"is_first": visits[0] is schedule.visits[0], "is_last": visits[-1] is schedule.visits[-1]}
+        phases.append(_Phase(visits=visits, computing=busy[0], copied=busy[1:], read=moved[0], written=moved[1], **ends_of))
+    return phases
 
 
 def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan, computed: Sequence[float]) -> tuple[float, float, float]:
@@ -129,11 +149,19 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan, computed: 
 
 def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[float, float]:
     """Returns the bytes of boundaries and kept outputs that one micro-batch of a visit copies to the device, and back."""
-    stays = stage.boundary == "gpu"
-    up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash, on_device=costs.batch_on_device, stays=stays)
-    size = costs.boundary / costs.micro_batches
-    kept = costs.kept_bytes(stage)
+    up, down = _crossing(costs, visit, stage)
+    size, kept = costs.boundary / costs.micro_batches, costs.kept_bytes(stage)
     return up * size + kept * visit.take, down * size + kept * visit.stash
+
+
+def _crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[int, int]:
+    """Returns `device.crossing` of a visit, which is the same in each sweep and plan."""
+    key = (visit.stage, visit.phase, visit.stash, stays := stage.boundary == "gpu")
+    if key not in costs.crossings:
+        costs.crossings[key] = crossing(
+            costs.model, visit.stage, visit.phase, stash=visit.stash, on_device=costs.batch_on_device, stays=stays
+        )
+    return costs.crossings[key]
 
 
 def slot_seconds(costs: Costs, schedule: Schedule, visits: Sequence[Visit], plan: Plan, *, rates: tuple[float, float]) -> float:
@@ -240,19 +268,14 @@ def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
 
 def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
     """Returns bytes of one step to a device with memory of its own, and back from it."""
-    model, numerics, there, again = costs.model, costs.numerics, costs.batch_on_device, costs.sweeps - 1
+    model, numerics, again = costs.model, costs.numerics, costs.sweeps - 1
     gradients = [stage.gradient_bytes(numerics.accumulate_dtype) for stage in model.stages]
     # Bytes of gradients that leave the device.
     leaving = [0 if plan.updated_on_device else size for size, plan in zip(gradients, stages, strict=True)]
     # These gradients rest between two visits.
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))
     boundary = costs.boundary
-    moved = [
-        crossing(
-            model, visit.stage, visit.phase, stash=visit.stash, on_device=there, stays=stages[visit.stage].boundary == "gpu"
-        )
-        for visit in visits
-    ]
+    moved = [_crossing(costs, visit, stages[visit.stage]) for visit in visits]
     weights = sum(model.stages[owner].weight_bytes * often for owner, often in uploads(model, visits, stages).items())
     resumed, brought = shared + again * (sum(leaving) + shared), (1 + again) * (sum(leaving) + shared)
     to_device = weights + resumed + boundary * sum(into for into, _ in moved)
@@ -264,13 +287,17 @@ def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePl
 
 def uploads(model: ModelSpec, visits: Sequence[Visit], stages: tuple[StagePlan, ...]) -> dict[int, int]:
     """Returns, by stage, how often a step uploads its weights (of one generation)."""
-    side, times = DeviceSide(model, stages), dict[int, int]()
+    side, times = DeviceSide(model, stages), dict.fromkeys(range(len(stages)), 0)
+    begun = 0
 
-    def begin(owner: int) -> int:
-        times[owner] = times.get(owner, 0) + 1
-        return times[owner]
+    def begin() -> int:
+        nonlocal begun
+        begun += 1
+        return begun
 
     for visit in visits:
         if visit.owner is not None:
-            side.upload(visit.owner, 1, partial(begin, visit.owner))
+            before = begun
+            side.upload(visit.owner, 1, begin)
+            times[visit.owner] += begun - before
     return times

@@ -62,10 +62,17 @@ class Costs:
     sweeps: int = 1
     typical: TypicalStep | None = None
     free_pages: bool = False
+    # Of one sweep, as each visit of each plan asks for them: the share of the planned tokens that a step computes,
+    # micro-batches, and bytes of one boundary for all rows.
+    fill: float = field(init=False, compare=False)
+    micro_batches: int = field(init=False, compare=False)
+    boundary: int = field(init=False, compare=False)
     # Cache: speeds of jobs that run at once.
     speeds: KnownSpeeds = field(default_factory=KnownSpeeds, init=False, compare=False, repr=False)
     # Cache: what was computed last of visits and stages, since a plan is asked for the same more than once.
     _last: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # Cache: boundaries that a visit copies to the device and back.
+    crossings: dict[Hashable, tuple[int, int]] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Caches: bytes of kept outputs, rates by stage, seconds of visits and updates.
     _kept: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _rates: dict[int, StageRate] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -87,20 +94,12 @@ class Costs:
             update_threads=run.io.update_threads if isinstance(run, Plan) else run.update_threads,
         )
 
-    @property
-    def micro_batches(self) -> int:
-        """Returns the micro-batches of one sweep."""
-        return self.numerics.of_sweep(self.sweeps).micro_batches
-
-    @property
-    def boundary(self) -> int:
-        """Returns the bytes of one boundary for a sweep's rows."""
-        return int(self.fill * self.model.boundary_bytes_per_token * self.numerics.of_sweep(self.sweeps).tokens)
-
-    @property
-    def fill(self) -> float:
-        """Returns the share of the planned tokens that a step computes."""
-        return 1.0 if self.typical is None else self.typical.computed / self.numerics.tokens
+    def __post_init__(self) -> None:
+        sweep = self.numerics.of_sweep(self.sweeps)
+        fill = 1.0 if self.typical is None else self.typical.computed / self.numerics.tokens
+        object.__setattr__(self, "fill", fill)
+        object.__setattr__(self, "micro_batches", sweep.micro_batches)
+        object.__setattr__(self, "boundary", int(fill * self.model.boundary_bytes_per_token * sweep.tokens))
 
     def once(self, what: str, visits: _Visits, stages: _Stages, compute: Callable[[], _Value]) -> _Value:
         """Returns what `compute` makes of these visits and stages. It is kept until the same is wanted of others."""

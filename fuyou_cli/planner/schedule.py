@@ -94,42 +94,72 @@ def expand(
     measuring = range(0)
     if norm_first:
         order, measuring = _with_norm_first(model, order)
-    uses: dict[int | None, list[int]] = {}
+    first, last = dict[int | None, int](), dict[int | None, int]()  # visits with an owner's weights
     for index, (_, _, _, owner) in enumerate(order):
-        uses.setdefault(owner, []).append(index)
-    kept = _kept(model, stages, [owner for _, _, _, owner in order], lookahead)
+        first.setdefault(owner, index)
+        last[owner] = index
+    kept, before = _kept(model, stages, [owner for _, _, _, owner in order], lookahead), dict(last)
+    common: dict[tuple[Pass, int, bool], _Common] = {}  # of the visits of all sweeps
     visits: list[Visit] = []
     for index, (sweep, phase, stage, owner) in enumerate(order):
-        is_final = sweep == sweeps - 1
-        given = () if model.compiled and index in measuring else stages[stage].given  # a graph serves one backward
-        has_sum = phase in ("head", "backward") and model.stages[model.owner(stage)].trained > 0
+        is_final, measures = sweep == sweeps - 1, index in measuring
+        if (alike := common.get((phase, stage, measures))) is None:
+            alike = common[phase, stage, measures] = _common(model, stages[stage], phase, measures, micro_batches // sweeps)
         visits.append(
             _visit(
                 index=index,
                 phase=phase,
                 stage=stage,
                 owner=owner,
-                fetch=index in kept and not kept[uses[owner][uses[owner].index(index) - 1]],
+                fetch=index in kept and not kept[before[owner]],
                 keep=kept.get(index, False),
-                update=_update(model, stages, owner, uses[owner], index),
-                stash=phase == "forward" and model.stages[stage].keeps_input,
-                take=phase == "backward" and model.stages[stage].keeps_input,
-                sum_gradients=has_sum,
-                rest=(phase == "head" and model.has_two_users(model.owner(stage))) or (has_sum and not is_final),
-                resume=(phase == "backward" and model.has_two_users(stage)) or (has_sum and sweep > 0),
-                flops=_flops(model, phase, stage, given) * (micro_batches // sweeps),
+                update=_update(model, stages, owner, is_first=first[owner] == index, is_last=last[owner] == index),
+                stash=alike.stash,
+                take=alike.take,
+                sum_gradients=alike.sum_gradients,
+                rest=alike.rest or (alike.sum_gradients and not is_final),
+                resume=alike.resume or (alike.sum_gradients and sweep > 0),
+                flops=alike.flops,
                 sweep=sweep,
                 is_final=is_final,
-                measures=index in measuring,
+                measures=measures,
                 again=0 < measuring.stop <= index,
             )
         )
+        before[owner] = index
     return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, commit_every, fill))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Common:
+    """Holds what the visits of a stage in one phase have in common in all sweeps, by the names of `Visit`."""
+
+    stash: bool
+    take: bool
+    sum_gradients: bool
+    rest: bool
+    resume: bool
+    flops: float
+
+
+def _common(model: ModelSpec, plan: StagePlan, phase: Pass, measures: bool, micro_batches: int) -> _Common:
+    stage, owner = model.stages[plan.stage], model.owner(plan.stage)
+    given = () if model.compiled and measures else plan.given  # a graph serves one backward
+    return _Common(
+        stash=phase == "forward" and stage.keeps_input,
+        take=phase == "backward" and stage.keeps_input,
+        sum_gradients=phase in ("head", "backward") and model.stages[owner].trained > 0,
+        rest=phase == "head" and model.has_two_users(owner),
+        resume=phase == "backward" and model.has_two_users(plan.stage),
+        flops=_flops(model, phase, plan.stage, given) * micro_batches,
+    )
 
 
 def recommitted(model: ModelSpec, plan: Plan, schedule: Schedule, commit_every: int | None) -> Schedule:
     """Returns the same step with another number of steps between commits, which changes its traffic."""
-    return replace(schedule, traffic=_traffic(model, plan.stages, schedule.visits, commit_every, plan.fill))
+    before = schedule.traffic
+    written = before.written | _written_by_updates(model, plan.stages, commit_every)
+    return replace(schedule, traffic=Traffic(read=before.read, written=written))
 
 
 def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
@@ -204,15 +234,15 @@ def _kept(model: ModelSpec, stages: tuple[StagePlan, ...], owners: Sequence[int 
 
 
 def _update(
-    model: ModelSpec, stages: tuple[StagePlan, ...], owner: int | None, uses: list[int], index: int
+    model: ModelSpec, stages: tuple[StagePlan, ...], owner: int | None, *, is_first: bool, is_last: bool
 ) -> Literal["none", "before", "after"]:
     """Whether AdamW runs before this visit (if deferred: before its first of the step) or after it (its last), or
     neither."""
     if owner is None or model.stages[owner].trained == 0:
         return "none"
     if stages[owner].deferred:
-        return "before" if index == uses[0] else "none"
-    return "after" if index == uses[-1] else "none"
+        return "before" if is_first else "none"
+    return "after" if is_last else "none"
 
 
 def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> float:
@@ -262,10 +292,10 @@ def _traffic(
     model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None, fill: float
 ) -> Traffic:
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
-    written = dict.fromkeys(read, 0)
+    written, fetched = dict.fromkeys(read, 0), [fetched_bytes(model, plan) for plan in stages]
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read["weights"] += fetched_bytes(model, stages[visit.owner])
+            read["weights"] += fetched[visit.owner]
         plan = stages[visit.stage]
         if plan.boundary == "ssd" and plan.boundary_extent is not None:
             written["boundaries"] += filled(plan.boundary_extent.size, fill) * visit.stash
@@ -277,30 +307,28 @@ def _traffic(
     for stage, plan in zip(model.stages, stages, strict=True):
         if stage.trained == 0:
             continue
-        weights, states = written_by_update(model, plan, commit_every)
-        written["weights"] += weights
-        written["states"] += states
         if plan.states == "ssd":
             read["states"] += stage.state_bytes
         if plan.gradients_extent is not None:
             read["gradients"] += plan.gradients_extent.size * plan.deferred
             written["gradients"] += plan.gradients_extent.size * plan.deferred
-    return Traffic(read=read, written=written)
+    return Traffic(read=read, written=written | _written_by_updates(model, stages, commit_every))
 
 
-def phase_traffic(
-    model: ModelSpec,
-    visits: Sequence[Visit],
-    updated: Sequence[StagePlan],
-    stages: tuple[StagePlan, ...],
-    commit_every: int | None,
-    fill: float,
-) -> tuple[int, int]:
-    """Returns the store bytes that these visits, and the updates of these stages, read and write. `fill`: as of `expand`."""
+def _written_by_updates(model: ModelSpec, stages: tuple[StagePlan, ...], commit_every: int | None) -> dict[str, int]:
+    """Returns the bytes of weights and states that the updates of an average step write."""
+    trained = [plan for stage, plan in zip(model.stages, stages, strict=True) if stage.trained]
+    each = [written_by_update(model, plan, commit_every) for plan in trained]
+    return {"weights": sum([weights for weights, _ in each]), "states": sum([states for _, states in each])}
+
+
+def visits_traffic(model: ModelSpec, visits: Sequence[Visit], stages: tuple[StagePlan, ...], fill: float) -> tuple[int, int]:
+    """Returns the store bytes that these visits read and write. `fill`: as of `expand`."""
     read = written = 0
+    fetched = [fetched_bytes(model, plan) for plan in stages]
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read += fetched_bytes(model, stages[visit.owner])
+            read += fetched[visit.owner]
         plan = stages[visit.stage]
         if plan.boundary_extent is not None:
             written += filled(plan.boundary_extent.size, fill) * visit.stash
@@ -309,6 +337,12 @@ def phase_traffic(
         if visit.sum_gradients and not visit.measures and owner.gradients_extent is not None:
             written += owner.gradients_extent.size * (owner.deferred or visit.rest)
             read += owner.gradients_extent.size * visit.resume
+    return read, written
+
+
+def updates_traffic(model: ModelSpec, updated: Sequence[StagePlan], commit_every: int | None) -> tuple[int, int]:
+    """Returns the store bytes that the updates of these stages read and write."""
+    read = written = 0
     for plan in updated:
         written += sum(written_by_update(model, plan, commit_every))
         if plan.states == "ssd":

@@ -12,7 +12,7 @@ from fuyou_cli.core import process
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.schedule import Schedule, phase_traffic, plan_schedule
+from fuyou_cli.planner.schedule import Schedule, plan_schedule, updates_traffic, visits_traffic
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Plan
 
@@ -69,8 +69,11 @@ def assert_gradients_that_rest_have_a_home_and_are_charged(spec: ModelSpec, chos
     assert schedule.traffic.read["gradients"] == schedule.traffic.written["gradients"] == moved
     assert chosen.predicted.read_by == schedule.traffic.read
     traffic, updated = schedule.traffic, [placed for placed in chosen.stages if spec.stages[placed.stage].trained]
-    of_bound = phase_traffic(spec, schedule.visits, updated, chosen.stages, chosen.commit_every, chosen.fill)
-    assert of_bound == (traffic.read_total, traffic.written_total)
+    parts = [
+        visits_traffic(spec, schedule.visits, chosen.stages, chosen.fill),
+        updates_traffic(spec, updated, chosen.commit_every),
+    ]
+    assert tuple(map(sum, zip(*parts, strict=True))) == (traffic.read_total, traffic.written_total)
 
 
 def assert_no_more_slots_than_computing_and_updating_take(chosen: Plan) -> None:
