@@ -506,7 +506,7 @@ def fitted(timed: Sequence[tuple[int, int, float]]) -> Shaped:
             by_column = dict(zip(chosen, parts, strict=True))
             per_token, fixed, per_pair, per_row = (by_column.get(column, 0.0) for column in range(4))
             error = sum((sum(part * value for part, value in zip(parts, row, strict=True)) - 1) ** 2 for row in rows)
-            if error < least - 1e-9:  # a part more has to explain something
+            if error < least - 1e-12:  # a part more has to explain something; of exact times even the least does
                 best, least = Shaped(fixed=fixed, per_token=per_token, per_pair=per_pair, per_row=per_row), error
     return best
 
