@@ -195,7 +195,6 @@ def _exchange(new: Path, target: Path) -> Path:
 
 PIECE = 16 * MiB  # most bytes asked of `read` at a time
 SYNC_EVERY = 64 * MiB  # bytes written between two syncs
-TRIES = 1000  # of one part, where the kernel asks to try again
 FILE_SLACK = 4096  # bytes a file may take on disk beyond its length
 
 _FILE_WORD = {word: name for name, (word, _) in DTYPES.items()}
@@ -349,15 +348,9 @@ def _write(path: Path, parts: Iterable[memoryview]) -> Iterator[int]:
     unsynced = 0
     with path.open("xb", buffering=0) as file:
         for part in parts:
-            unwritten, refused = part, 0
+            unwritten = part
             while unwritten:
-                try:
-                    written = os.write(file.fileno(), unwritten)
-                except BlockingIOError:  # the kernel asks for another try
-                    refused += 1
-                    if refused == TRIES:
-                        raise
-                    continue
+                written = os.write(file.fileno(), unwritten)
                 unwritten = unwritten[written:]
                 unsynced += written
             if unsynced >= SYNC_EVERY:
