@@ -40,15 +40,11 @@ Shape = tuple[int, ...]
 Flaws = dict[str, list[str]]  # kind of flaw, from _FLAWS -> names that have it
 
 
-def _unchanged(name: str) -> str | None:
-    return name
-
-
 def entries_for(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
     *,
-    base_name: Callable[[str], str | None] = _unchanged,
+    base_name: Callable[[str], str | None] = lambda name: name,
     untouched: Collection[str] = (),
     parts: Mapping[str, Sequence[tuple[str, Shape]]] = _NO_PARTS,
 ) -> dict[str, TensorEntry]:
@@ -85,7 +81,9 @@ def entries_for(
                     hint='set "tie_word_embeddings": false in config.json if they are meant to differ',
                 )
         by_name = {name: matched[base] for name, base in named.items()}
-        _load_buffers(model, {name: entry for name, entry in by_name.items() if not is_in(untouched, name)}, reader)
+        for name, buffer in model.named_buffers(remove_duplicate=False):  # get the values that the file has for them
+            if name in by_name and not is_in(untouched, name) and not buffer.is_meta:
+                buffer.copy_(reader.read(by_name[name]))
     return by_name | carried
 
 
@@ -93,13 +91,6 @@ def _unread(model: PreTrainedModel) -> re.Pattern[str]:
     """Returns what matches the keys that `from_pretrained` leaves unread without a word."""
     patterns = [pattern for pattern in model._keys_to_ignore_on_load_unexpected or () if pattern]
     return re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns)) or r"(?!)")
-
-
-def _load_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:
-    """Gives the model's buffers the values that the file has for them."""
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in matched and not buffer.is_meta:
-            buffer.copy_(reader.read(matched[name]))
 
 
 def is_in(parts: Iterable[str], name: str) -> bool:

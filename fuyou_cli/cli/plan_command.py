@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fuyou_cli.advice.facts import facts_of, of_rank, with_evaluation
@@ -163,14 +162,13 @@ def _facts(loaded: LoadedRecipe, options: list[str], outcome: Outcome, *, descri
         faster = ways_to_be_faster(elsewise)
         added = faster[0].overrides if faster else ()
         again = command_of(loaded, "plan", changes=added, options=options) if faster else ""
-        boxes = two_boxes(prepared, outcome.room, partial(_command_for, loaded, options))
+
+        def command_for(network: Network) -> str:
+            return command_of(loaded, "plan", options=[*options, "--boxes", str(network.boxes), "--link", network.link_name])
+
+        boxes = two_boxes(prepared, outcome.room, command_for)
         facts = replace(facts, faster=faster, faster_command=again, boxes=boxes)
     else:
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
     return facts
-
-
-def _command_for(loaded: LoadedRecipe, options: list[str], network: Network) -> str:
-    """Returns the command that plans boxes so connected."""
-    return command_of(loaded, "plan", options=[*options, "--boxes", str(network.boxes), "--link", network.link_name])

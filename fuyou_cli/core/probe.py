@@ -268,14 +268,7 @@ def _uuid(place: Path) -> str:
         device = os.fstat(descriptor).st_dev
     finally:
         os.close(descriptor)
-    return next((link.name for link in _links_by_uuid() if _device_number(link) == device), "")
-
-
-def _links_by_uuid() -> list[Path]:
-    try:
-        return sorted(Path("/dev/disk/by-uuid").iterdir())
-    except OSError:
-        return []
+    return next((link.name for link in sorted(Path("/dev/disk/by-uuid").glob("*")) if _device_number(link) == device), "")
 
 
 def _device_number(link: Path) -> int | None:

@@ -159,10 +159,6 @@ def _cell(row: _Row, name: str, columns: Columns) -> str:
     raise RowError(f"the column {column} is of type {type(value).__name__}; {name} must be text")
 
 
-def _document(row: _Row, columns: Columns) -> Texts:
-    return Texts(parts=((_cell(row, "text", columns), True),))
-
-
 def _pair(row: _Row, columns: Columns) -> Texts | Chat:
     """Reads two texts, or as in TRL two lists of messages: then the assistant's messages of the completion are learnt."""
     names = [columns.get(name, name) for name in ("prompt", "completion")]
@@ -401,7 +397,9 @@ FORMATS = {  # in the order of detection, the most specific first
     ),
     "prompt_completion": Format(read=_pair, required=("prompt", "completion"), optional=("tools",)),
     "alpaca": Format(read=_alpaca, required=("instruction", "output"), optional=("input", "system", "history")),
-    "text": Format(read=_document, required=("text",), losses=("all",)),
+    "text": Format(
+        read=lambda row, columns: Texts(parts=((_cell(row, "text", columns), True),)), required=("text",), losses=("all",)
+    ),
 }
 
 

@@ -71,7 +71,9 @@ class Stream:
         dataset, (request, paths) = asked.dataset, request_for(asked, fetching=say)
         request["part_tokens"] = part_tokens
         if dataset.shuffle:
-            _shuffle_files(request["sources"], seed)
+            for number, source in enumerate(request["sources"]):
+                order_of_files = permutation(len(source["files"]), seed=seed, epoch=0, entry=number, part=1 << 62)
+                source["files"] = [source["files"][place] for place in order_of_files]
         self.fingerprint = fingerprint(request, _sampled_content)
         numbers = list(range(len(request["sources"])))
         groups = [[number] for number in numbers] if dataset.weights else [numbers]
@@ -290,12 +292,6 @@ class _Worker:
             if rows:
                 rename_unless_made(out, folder)
             return rows
-
-
-def _shuffle_files(sources: list[dict[str, Any]], seed: int) -> None:
-    for number, source in enumerate(sources):
-        order = permutation(len(source["files"]), seed=seed, epoch=0, entry=number, part=1 << 62)
-        source["files"] = [source["files"][place] for place in order]
 
 
 def _sampled_content(file: Path) -> str:

@@ -284,16 +284,12 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
     routed = {"choices": trace.choices, "experts": trace.experts, "expert_work": trace.expert_work}
     if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
         return _costs(trace.flops, forward, backward, **routed)
-    unneeded, saved = (trace.unneeded, trace.saved_bytes) if _is_librarys(anatomy) else ((), 0)
+    # other code than transformers' own may keep tensors for backward that no autograd hook sees
+    is_known = type(anatomy.model).__module__.startswith("transformers.")
+    unneeded, saved = (trace.unneeded, trace.saved_bytes) if is_known else ((), 0)
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
     more = {"operators": kept, "unneeded": unneeded, "graph_bytes": saved}
     return _costs(trace.flops, forward, backward, **routed, **more)
-
-
-def _is_librarys(anatomy: Anatomy) -> bool:
-    """Whether the model's code is transformers' own. Other code may keep tensors for backward that no autograd hook
-    sees."""
-    return type(anatomy.model).__module__.startswith("transformers.")
 
 
 def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) -> OperatorTrace:

@@ -172,7 +172,8 @@ class Executor:
         self.routing.begin_step(step)
         label_tokens, before, lane_ends = int((shifted(labels) != IGNORED).sum()), 0, tuple[int, ...]()
         if self.plan.numerics.lanes > 1:
-            own = self._own_lanes(self._groups(input_ids, self.plan.numerics.lanes, sweeps))
+            lanes = self._groups(input_ids, self.plan.numerics.lanes, sweeps)
+            own = OwnLanes.of(lanes, range(len(lanes)) if self.replicas is None else self.replicas.lanes(len(lanes)))
             rows, before, lane_ends, sweeps = own.rows, own.before, own.ends, (own.parts,)
             input_ids, labels = input_ids[rows], labels[rows]
             documents, real = documents and documents[rows], None if real is None else real[rows]
@@ -225,11 +226,6 @@ class Executor:
             groups = [tuple(part.after(-begin) for part in parts) for begin in range(0, rows, rows // count)]
         assert len(groups) == count, (len(groups), count)
         return groups
-
-    def _own_lanes(self, lanes: Sequence[tuple[MicroBatch, ...]]) -> OwnLanes:
-        """Returns what is computed here of a step's lanes."""
-        chosen = range(len(lanes)) if self.replicas is None else self.replicas.lanes(len(lanes))
-        return OwnLanes.of(lanes, chosen)
 
     def _divided(self, parts: tuple[MicroBatch, ...], width: int, documents: Documents | None) -> Divided:
         first, end = parts[0].first, parts[-1].end

@@ -110,9 +110,11 @@ class _Result:
             return None
         place = next((n for n, tensor in enumerate(tensors) if tensor is out), -1)
         result = cls(place, out.shape, out.stride(), out.dtype, out.fake_device)
-        if place < 0 and (out.requires_grad or out.storage_offset() or not result.is_as_large(out.untyped_storage())):
+        is_whole = result._new().untyped_storage().nbytes() == out.untyped_storage().nbytes()
+        if place < 0 and (out.requires_grad or out.storage_offset() or not is_whole):
             return None
-        return None if place < 0 and _shares_storage(out, tensors) else result
+        shared = any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in tensors)
+        return None if place < 0 and shared else result
 
     def made(self, mode: FakeTensorMode, tensors: list[FakeTensor]) -> FakeTensor:
         return tensors[self.place] if self.place >= 0 else FakeTensor(mode, self._new(), self.device)
@@ -120,16 +122,9 @@ class _Result:
     def _new(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
-    def is_as_large(self, storage: torch.UntypedStorage) -> bool:
-        return self._new().untyped_storage().nbytes() == storage.nbytes()
-
 
 _KNOWN: dict[tuple[Any, ...], _Result | None] = {}  # of all modes: a model is traced in several shapes, and often
 _MOST_KNOWN = 1 << 14  # some 20 MB
-
-
-def _shares_storage(out: FakeTensor, tensors: list[FakeTensor]) -> bool:
-    return any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in tensors)
 
 
 def _is_special(tensor: torch.Tensor) -> bool:

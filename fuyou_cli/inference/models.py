@@ -160,7 +160,10 @@ def find(
         )
         raise an_adapter(source, hint)
     elif not (source / CONFIG_NAME).is_file() and (source / LOG).is_file():
-        raise _not_exported(source)
+        raise UsageError(
+            f"{source}: its run has not exported a model yet",
+            hint=f"{_where_its_store_is(source)}: name that folder; or run its recipe to the end, or `fuyou export` it",
+        )
     config = load_config(folder, trust_remote_code=trusted)
     if dtype == "auto":
         dtype = "float32" if config.dtype in (None, torch.float32) else "bfloat16"
@@ -191,14 +194,6 @@ def _where_its_store_is(output_dir: Path) -> str:
     """Says where the newest saved state of a run is, by its output folder."""
     store = saved_of(output_dir)
     return "its store is in the recipe's offload.dir" if store is None else f"its newest saved state is in {store}"
-
-
-def _not_exported(output_dir: Path) -> UsageError:
-    saved = _where_its_store_is(output_dir)
-    return UsageError(
-        f"{output_dir}: its run has not exported a model yet",
-        hint=f"{saved}: name that folder; or run its recipe to the end, or `fuyou export` it",
-    )
 
 
 @contextmanager

@@ -42,7 +42,6 @@ from .state.manifest import MOST_SETS, Evaluated
 from .state.saver import Standing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from typing_extensions import Buffer
 
     from ..engine.ranks import Ranks
@@ -68,7 +67,9 @@ class Evaluations:
         self._stopping, self._standing, self._is_elsewhere = recipe.train.early_stopping, standing, ready.planned.is_copy
         self._ring = ready.planned.ring
         self._writes = self._ring is None or self._ring.is_first
-        self._numerics = of_own_length(executor.plan.group, executor.anatomy.model)
+        self._numerics = executor.plan.group
+        if turns(executor.anatomy.model):  # rows each have the positions of their own length, as where a model is given one row
+            self._numerics = replace(self._numerics, micro_batch_size=1)
         self._forward = ForwardOnly(executor)
         self._continuations = self._of_prompts(ready, executor)
         self._best = BestCopy(ready, self._forward, store, standing.run) if recipe.eval.keep_best else None
@@ -207,11 +208,6 @@ class Evaluations:
         self._standing.evaluated = self._result or replace(before, step=step)
         self._result = None
         return []
-
-
-def of_own_length(numerics: Numerics, model: PreTrainedModel) -> Numerics:
-    """Returns numerics for rows that each have the positions of their own length, as a model has them that is given one row."""
-    return replace(numerics, micro_batch_size=1) if turns(model) else numerics
 
 
 def evaluated(

@@ -260,7 +260,7 @@ class Descriptions:
     @classmethod
     def of(cls, recipe: Recipe, model_dir: Path) -> Descriptions:
         """Returns those of the model in a folder. Nothing is known of a model with code of its own: that may do anything."""
-        if recipe.model.trust_remote_code or _may_change():
+        if recipe.model.trust_remote_code or any(map(_is_worked_on, ("transformers", "torch", "peft"))):
             return cls("")
         try:
             return cls(_key(recipe, model_dir))
@@ -397,12 +397,8 @@ def _installed() -> Iterator[tuple[str, int]]:
             )
 
 
-def _may_change() -> bool:
-    """Tells whether one of the libraries is a folder that somebody works on: its version does not say what is in it."""
-    return any(map(_is_worked_on, ("transformers", "torch", "peft")))
-
-
 def _is_worked_on(name: str) -> bool:
+    """Tells whether a library is a folder that somebody works on: its version does not say what is in it."""
     module_spec = importlib.util.find_spec(name)
     if module_spec is None or module_spec.origin is None:
         return name != "peft"  # which need not be there

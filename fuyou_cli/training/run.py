@@ -592,13 +592,9 @@ def naming_device_errors(device: Device, plan: Plan, most: int | None, where: Ca
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
             raise
         raise _out_of_memory(error, device, plan, most, where()) from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _out_of_memory(error: RuntimeError, device: Device, plan: Plan, most: int | None, where: str) -> DeviceMemoryError:

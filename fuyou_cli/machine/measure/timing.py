@@ -175,18 +175,13 @@ def mean_seconds(action: Callable[[], object], seconds: float, device: torch.dev
     run, too, the next launch does not wait for the last one to end."""
     if device.type != "cuda":
         return statistics.fmean(repeated(action, seconds, device))
-    repeats = repeats_in(seconds, seconds_of(action, device))
+    repeats = max(1, round(seconds / max(seconds_of(action, device), 1e-6)))
 
     def together() -> None:
         for _ in range(repeats):
             action()
 
     return seconds_of(together, device) / repeats
-
-
-def repeats_in(seconds: float, each_seconds: float) -> int:
-    """Returns how many repeats of `each_seconds` take about `seconds`; at least one."""
-    return max(1, round(seconds / max(each_seconds, 1e-6)))
 
 
 # ---- turns -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,8 +42,10 @@ def share_saved(peers: Peers, saver: Saver, *, resumed: bool) -> None:
     if of_first is None:
         return
     for record, known in zip(records, of_first["records"], strict=True):
-        if peers.is_copy:
-            _take_over(record, known)
+        if peers.is_copy:  # its frozen weights stay as they were loaded here
+            for name in _OF_RECORD:
+                setattr(record, name, known[name])
+            record.sums = replace(Sums(**known["sums"]), frozen=record.sums and record.sums.frozen)
         for _, extent in _trained(saver, record):
             for begin in range(0, extent.size, most):
                 piece = Span(offset=extent.offset + begin, size=min(most, extent.size - begin))
@@ -55,13 +57,6 @@ def share_saved(peers: Peers, saver: Saver, *, resumed: bool) -> None:
     else:
         assert saver.commits.last is not None
         saver.files.restore(saver.commits.last, records)
-
-
-def _take_over(record: Record, known: dict[str, Any]) -> None:
-    """Sets a record as the first replica has it. Frozen weights stay as they were loaded here."""
-    for name in _OF_RECORD:
-        setattr(record, name, known[name])
-    record.sums = replace(Sums(**known["sums"]), frozen=record.sums and record.sums.frozen)
 
 
 def _trained(saver: Saver, record: Record) -> Iterator[tuple[StateTensor, Span]]:

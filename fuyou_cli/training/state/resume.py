@@ -170,7 +170,7 @@ def find_saved(resume: str, directories: Sequence[Path], *, count: int = 1, say:
         refuse_in_use(manifest)
         _check_free(directories, being_filled=manifest.files)
         return None
-    if (was := _count_of(manifest)) != count:
+    if (was := 1 if manifest.share is None else manifest.share.count) != count:
         raise of_another_count(was, folder=str(source), now=count)
     refuse_copy(manifest, source)
     refuse_in_use(manifest)
@@ -183,10 +183,6 @@ def find_saved(resume: str, directories: Sequence[Path], *, count: int = 1, say:
 def _kept(what: str, remedy: str) -> UsageError:
     """Makes the error for a saved run that is in the way. Whatever the remedy, the user can give the run up."""
     return UsageError(what, hint=f"{remedy}, or start over with checkpoint.resume=never, which gives the saved state up")
-
-
-def _count_of(saved: Manifest) -> int:
-    return 1 if saved.share is None else saved.share.count
 
 
 def _check_moved(directory: Path) -> None:
