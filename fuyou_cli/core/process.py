@@ -81,6 +81,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # the least memory, but a step spends a tenth of its CPU time on page faults (scripts/results/TRIED.md).
 _MMAP_THRESHOLD_BEFORE = MiB
 _TRIM_THRESHOLD = 64 * MiB
+_OTHER_THREADS = 2  # that allocate and may begin before those that compute: a display's, a watch's
 _PLUG = MAPPED - (256 << 10)  # too small to be mapped itself, even with what malloc adds to a block at the heap's end
 _MOST_PLUGS = 1024
 
@@ -108,7 +109,9 @@ def held(size: int) -> int:
 def settle_allocator() -> None:
     """Fixes the thresholds that glibc would move, and the arenas: allocated memory stays close to used memory. Without glibc
     it does nothing."""
-    _mallopt(_M_ARENA_MAX, 2)
+    # Threads that compute share no arena: they would wait for its lock at each small block, and a backward of short rows took
+    # two to three times as long where a worker had the main thread's. glibc's eight a core are for many more threads.
+    _mallopt(_M_ARENA_MAX, _OTHER_THREADS + len(os.sched_getaffinity(0)))
     _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BEFORE)
     _mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -142,3 +143,38 @@ def test_a_large_block_is_taken_from_no_hole() -> None:
     """The first line is what would happen: that it does is why there are plugs."""
     assert all(held in (39, 40) and left >= 39 and plugs == 0 for held, left, plugs in _turns("as it is"))
     assert all(held in (39, 40) and left <= 1 and plugs == 3 for held, left, plugs in _turns("apart"))
+
+
+# As many threads as there are cores compute beside the main thread's, and one that began before them waits. Prints the arenas.
+_ARENAS = """
+import ctypes, os, sys, threading
+from fuyou_cli.core import process
+C = process._C
+C.fopen.restype = ctypes.c_void_p
+C.malloc_info.argtypes, C.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+process.settle_allocator()
+count = 1 + len(os.sched_getaffinity(0))
+there, over = threading.Barrier(count + 1), threading.Event()
+
+def take():
+    C.malloc(1 << 16)
+    there.wait()
+    over.wait()
+
+for _ in range(count):
+    threading.Thread(target=take, daemon=True).start()
+there.wait()
+file = C.fopen(sys.argv[1].encode(), b"w")
+C.malloc_info(0, file)
+C.fclose(file)
+over.set()
+print(count + 1)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="asks glibc")
+def test_threads_that_compute_share_no_arena(tmp_path: Path) -> None:
+    """Two that share one wait for its lock at each small block."""
+    words = [sys.executable, "-c", _ARENAS, str(tmp_path / "arenas")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert (tmp_path / "arenas").read_text().count("<heap nr=") == int(done.stdout)
