@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -46,7 +45,6 @@ from fuyou_cli.engine.devices.base import (
     in_pieces,
     squares_of,
 )
-from fuyou_cli.engine.devices.cuda import STAGING, PinnedMemory, Staging
 from fuyou_cli.recipe import rules
 from fuyou_cli.recipe.schema import OffloadSection, Recipe
 from fuyou_cli.spec.hardware import ON_PROCESSOR
@@ -269,19 +267,13 @@ class _Memory:
 
 class EmulatedDevice(Device):
     """Emulates a device. Random streams are the CPU's; memory and copies are its own. What compute allocates itself is not
-    counted. `memory`: bytes that may be in use. `pinnable`: bytes of host memory that may be registered at a time (None: all).
-    `pace`: how long copies take (None: as fast as possible)."""
+    counted. `memory`: bytes that may be in use. `pace`: how long copies take (None: as fast as possible)."""
 
     name = "emulated"
     separate = True
 
-    def __init__(
-        self, memory: int | None = None, pinnable: int | None = None, *, pace: Pace | None = None, piece: int = PIECE
-    ) -> None:
+    def __init__(self, memory: int | None = None, *, pace: Pace | None = None, piece: int = PIECE) -> None:
         self._memory = _Memory(memory)
-        self._pinnable = pinnable
-        self._host = PinnedMemory(self._register, lambda address: None)
-        self._staging: list[Staging] = []  # up and down, if not all host memory could be pinned
         self._log, self._clock = deque[Copy](maxlen=MOST_COPIES), ComputeClock()
         self._up = CopyEngine("emulated-up", self._log, self._clock, up=True, pace=pace, piece=piece)
         self._down = CopyEngine("emulated-down", self._log, self._clock, up=False, pace=pace, piece=piece)
@@ -298,28 +290,16 @@ class EmulatedDevice(Device):
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         begins = after.moment if isinstance(after, ComputeEvent) else self._clock.over
-        copy = partial(self._up.submit, begins=begins, bulk=bulk)  # copies run beside compute
-        if self._host.refuses(host):
-            poison(device)
-            return self._staging[0].submit(host, device, copy)
-        return copy(host, device)
+        return self._up.submit(host, device, begins=begins, bulk=bulk)  # copies run beside compute
 
     def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
-        copy = partial(self._down.submit, begins=self._clock.over, bulk=bulk)
-        if self._host.refuses(host):
-            poison(host)
-            return self._staging[1].submit(device, host, copy)
-        return copy(device, host)
+        return self._down.submit(device, host, begins=self._clock.over, bulk=bulk)
 
     def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
-        if not pairs or any(self._host.refuses(host) for _, host in pairs):
-            return super().download_all(pairs)
-        return [self._down.submit_all(pairs, begins=self._clock.over)]
+        return [] if not pairs else [self._down.submit_all(pairs, begins=self._clock.over)]
 
     def upload_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
-        if not pairs or any(self._host.refuses(host) for host, _ in pairs):
-            return super().upload_all(pairs)
-        return [self._up.submit_all(pairs, begins=self._clock.over)]
+        return [] if not pairs else [self._up.submit_all(pairs, begins=self._clock.over)]
 
     def compute_end(self) -> Event:
         return ComputeEvent(self._clock.over)
@@ -332,21 +312,6 @@ class EmulatedDevice(Device):
     def takes(self, seconds: float) -> None:
         """Notes how long the compute submitted last takes on the device. Its results are not available before."""
         self._clock.takes(seconds)
-
-    def pin(self, host: torch.Tensor) -> int:
-        refused = self._host.pin(host)
-        for up in (True, False) if self._host.incomplete and not self._staging else ():
-            buffers = [torch.empty(STAGING, dtype=torch.uint8) for _ in range(2)]
-            self._staging.append(Staging("staging-up" if up else "staging-down", buffers, up=up))
-        return refused
-
-    def _register(self, address: int, size: int) -> bool:
-        if self._pinnable is None:
-            return True
-        if size > self._pinnable:
-            return False
-        self._pinnable -= size
-        return True
 
     def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         return self._summing.submit(squares_of, flat, runs)
@@ -366,19 +331,14 @@ class EmulatedDevice(Device):
 
     def synchronize(self) -> None:
         self.compute_end().synchronize()
-        for staging in self._staging:
-            staging.synchronize()
         self._up.synchronize()
         self._down.synchronize()
         self._summing.submit(int).result()
 
     def close(self) -> None:
-        for staging in self._staging:
-            staging.close()
         self._up.close()
         self._down.close()
         self._summing.shutdown()
-        self._host.close()
 
 
 GONE = next(row for row in rules.REMOVED if row.path == "offload.device")  # what users are told

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fuyou_cli.engine.devices.base import Event, Moment, Squares, ValueRun
-from fuyou_cli.engine.devices.cuda import _extent
 from fuyou_cli.spec.model import ITEM_SIZE
 from fuyou_cli.swap.daemon import Update
 from tests.emulated import EmulatedDevice
@@ -38,6 +37,14 @@ _ENGINE = str(Path(__file__).resolve().parents[1] / "fuyou_cli")
 _PAGE = 12  # bits of an address
 COMPUTE = "compute"
 BEHIND = 8  # times that the host is told that something has not ended
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +129,8 @@ class OrderedDevice(EmulatedDevice):
             for page in range(begin >> _PAGE, ((end - 1) >> _PAGE) + 1):
                 self._uses[page] = [use for use in self._uses[page] if not (use.begin < end and begin < use.end)]
 
-    def pin(self, host: torch.Tensor) -> int:
+    def pin(self, host: torch.Tensor) -> None:
         self._arena = _extent(host)
-        return super().pin(host)
 
     # ---- copies and points of compute --------------------------------------------------------------------------------
 

@@ -146,8 +146,7 @@ class Run:
     def _open_engine(self, patience: Patience) -> None:
         """Opens what computes and what saves, over the store, the daemon and the device."""
         plan, planned, memory = self.plan, self.planned, self.host_memory
-        if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
-            self._announce(unpinned(refused, memory.arena.size))
+        self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8))
         asked = planned.recipe.optimizer
         beta1, beta2 = asked.betas
         rule = Optimizer(lr=asked.lr, beta1=beta1, beta2=beta2, epsilon=asked.eps, weight_decay=asked.weight_decay)
@@ -575,15 +574,6 @@ class StopRequests:
 
 
 # ---- device memory -----------------------------------------------------------------------------------------------------
-
-
-def unpinned(refused: int, size: int) -> str:
-    """Explains the effect of host memory that could not be pinned. Sizes are in bytes."""
-    return (
-        f"note: {gib(refused)} of {gib(size)} of host memory could not be pinned. Copies between it and the device go through "
-        "small pinned buffers, and the CPU copies each byte once more, so they are slower than planned. `fuyou doctor` "
-        "shows how much can be pinned; offload.max_memory.cpu sets how much is used"
-    )
 
 
 @contextmanager

@@ -292,7 +292,7 @@ class Rig:
         options = DaemonOptions.of(plan.io, data_sums=data_sums)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, store, options))
         self.memory = HostMemory(arena)
-        self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
+        self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.executor = Executor(
             anatomy=self.anatomy, model=self.spec, plan=plan, daemon=through(self.daemon), memory=self.memory,
             device=self.device, optimizer=self.optimizer, compiled=self._compiled, ranks=self._ranks, replicas=self._replicas,

@@ -124,10 +124,9 @@ class Device:
         known.set_result([float(value) for value in values.flatten().tolist()])
         return known
 
-    def pin(self, host: torch.Tensor) -> int:
-        """Registers host memory for direct transfers, for as long as the device is open. Returns the bytes that could not be
-        registered; copies of those pass through a small staging buffer."""
-        return 0
+    def pin(self, host: torch.Tensor) -> None:
+        """Registers host memory for direct transfers, for as long as the device is open. Raises OutOfSpaceError where that is
+        refused."""
 
     def seed(self, seed: int) -> None:
         # Torch.manual_seed would format a stack for every backend that is not started: 0.3 ms.

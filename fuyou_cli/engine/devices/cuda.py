@@ -8,18 +8,17 @@ over the next half when one ends, because the launching thread may be waiting or
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
 import torch
 
-from ...core.errors import FuyouError
+from ...core.errors import FuyouError, OutOfSpaceError
+from ...core.units import gib
 from .base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Squares, ValueRun, in_pieces
 from .gpu_kernels import Square, square_kernel, squares_in_lanes
 
@@ -215,7 +214,6 @@ class CudaDevice(Device):
         self.torch_device = torch_device
         self._host = PinnedMemory(_register, _unregister)
         self._bulk: list[BulkCopies] = []  # up and down
-        self._staging: list[Staging] = []  # up and down, if not all host memory could be pinned
         self._square: dict[torch.dtype, Square | None] = {}
 
     def empty(self, size: int) -> torch.Tensor:
@@ -230,20 +228,20 @@ class CudaDevice(Device):
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         after = self.compute_end() if after is None else after
         assert isinstance(after, CudaEvent)
-        return self._copy(host, device, host, after, bulk=bulk)
+        return self._copy(host, device, after, up=True, bulk=bulk)
 
     def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
-        return self._copy(device, host, host, self.compute_end(), bulk=bulk)
+        return self._copy(device, host, self.compute_end(), up=False, bulk=bulk)
 
     def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
-        if not pairs or any(self._host.refuses(host) for _, host in pairs):
-            return super().download_all(pairs)
+        if not pairs:
+            return []
         self.compute_end().before(self._down)
         return [self._copies.make(pairs, self._down, up=False, blocking=True)]
 
     def upload_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
-        if not pairs or any(self._host.refuses(host) for host, _ in pairs):
-            return super().upload_all(pairs)
+        if not pairs:
+            return []
         self.compute_end().before(self._up)
         return [self._copies.make(pairs, self._up, up=True)]
 
@@ -259,18 +257,12 @@ class CudaDevice(Device):
 
         return moment
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, host: torch.Tensor, after: CudaEvent, *, bulk: bool) -> Event:
-        up = source is host
-        large = self._bulk[not up]
-        stream = large.stream if bulk else self._up if up else self._down
-
-        def copy(source: torch.Tensor, target: torch.Tensor) -> CudaEvent:
-            after.before(stream)
-            return self._copies.make([(source, target)], stream, up=up, blocking=not up)
-
-        if self._host.refuses(host):
-            return self._staging[not up].submit(source, target, copy)
-        return large.submit(source, target, after) if bulk else copy(source, target)
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, after: CudaEvent, *, up: bool, bulk: bool) -> Event:
+        if bulk:
+            return self._bulk[not up].submit(source, target, after)
+        stream = self._up if up else self._down
+        after.before(stream)
+        return self._copies.make([(source, target)], stream, up=up, blocking=not up)
 
     def squares(self, flat: torch.Tensor, runs: Sequence[ValueRun], lanes: torch.Tensor) -> Squares:
         """Computes squares on the compute stream, which nothing else waits for. The results leave on their own stream."""
@@ -305,15 +297,8 @@ class CudaDevice(Device):
         self._set_clock()
         return copies
 
-    def pin(self, host: torch.Tensor) -> int:
-        refused = self._host.pin(host)
-        if self._host.incomplete:
-            with suppress(RuntimeError):  # the refusal stays the last error of the CUDA runtime until a launch reports it
-                torch.empty(1, device=self.torch_device).fill_(0)
-            for up in () if self._staging else (True, False):
-                buffers = [torch.empty(STAGING, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-                self._staging.append(Staging("staging-up" if up else "staging-down", buffers, up=up, card=self.torch_device))
-        return refused
+    def pin(self, host: torch.Tensor) -> None:
+        self._host.pin(host)
 
     def seed(self, seed: int) -> None:
         # Like torch.manual_seed, but without formatting a stack for each backend that is not started (0.3 ms each time).
@@ -339,169 +324,39 @@ class CudaDevice(Device):
         return free_memory(self.torch_device)
 
     def synchronize(self) -> None:
-        for staging in self._staging:
-            staging.synchronize()
         for bulk in self._bulk:
             bulk.hand_on()
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
-        for staging in self._staging:
-            staging.close()
         for bulk in self._bulk:
             bulk.close()
         with suppress(RuntimeError):  # a context that has failed raises again; it was reported before
             torch.cuda.synchronize(self.torch_device)
             torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)  # the limit was only for this run
-        self._staging.clear()
         self._bulk.clear()
         self._host.close()
 
 
 # ---- host memory that copies are from and to -----------------------------------------------------------------------
-# Host memory that a device copies from and to directly, and the staging buffers for memory that cannot be registered.
-
-
-STAGING = 4 << 20  # bytes of a buffer; each direction has two
-_PARTS = 64  # a refused registration is tried in halves, down to this part of the whole
-_PAGE = 4096
-
-CopyPiece = Callable[[torch.Tensor, torch.Tensor], Event]  # the device's own copy of registered memory
 
 
 class PinnedMemory:
-    """Registered memory in as few pieces as possible. A copy is direct only if it lies within one of them, because a
-    driver may refuse to copy across the edge of a registration."""
+    """Host memory that a device copies from and to directly, and that must not be unmapped while it does."""
 
     def __init__(self, register: Callable[[int, int], bool], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister  # called with (address, bytes) and (address)
-        self._asked: list[tuple[int, int]] = []  # (first address, one past the last)
-        self._pieces: list[tuple[int, int]] = []
-        self._held: list[torch.Tensor] = []  # registered memory must not be unmapped
-        self.incomplete = False  # some memory is not registered, or not in one piece
+        self._held: list[torch.Tensor] = []
 
-    def pin(self, host: torch.Tensor) -> int:
-        begin, end = _extent(host)
-        self._asked.append((begin, end))
+    def pin(self, host: torch.Tensor) -> None:
+        if not self._register(host.data_ptr(), host.nbytes):
+            raise OutOfSpaceError(
+                f"the GPU's driver cannot pin {gib(host.nbytes)} of host memory",
+                hint="lower offload.max_memory.cpu: `fuyou doctor` shows how much can be pinned, as far as the system tells",
+            )
         self._held.append(host)
-        whole = end - begin
-        size, unregistered = whole, whole
-        while unregistered and size * _PARTS >= whole:
-            if self._register(begin, size):
-                self._pieces.append((begin, begin + size))
-                begin, unregistered = begin + size, unregistered - size
-                size = min(size, unregistered)
-            else:
-                size = size // 2 // _PAGE * _PAGE
-                if not size:
-                    break
-        self.incomplete = self.incomplete or self._pieces[-1:] != [(end - whole, end)]
-        return unregistered
-
-    def refuses(self, host: torch.Tensor) -> bool:
-        """Whether registering `host` as a whole was requested and failed."""
-        if not self.incomplete:  # asked for every copy
-            return False
-        begin, end = _extent(host)
-        return any(first < end and begin < last for first, last in self._asked) and not any(
-            first <= begin and end <= last for first, last in self._pieces
-        )
 
     def close(self) -> None:
-        for begin, _ in self._pieces:
-            self._unregister(begin)
-        self._asked.clear()
-        self._pieces.clear()
+        for host in self._held:
+            self._unregister(host.data_ptr())
         self._held.clear()
-
-
-class Staging:
-    """Copies in one direction between a device and host memory that is not registered. A thread copies piece by piece through
-    two registered buffers, so the caller does not wait. The processor passes over the bytes once more."""
-
-    def __init__(self, name: str, buffers: list[torch.Tensor], *, up: bool, card: torch.device | None = None) -> None:
-        """`card`: the GPU that it copies to and from; a thread begins at the first one, and would open a context there."""
-        self._buffers, self._up = buffers, up
-        self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()  # in the order in which buffers are used
-        begins = None if card is None else partial(torch.cuda.set_device, card)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begins)
-
-    def submit(self, source: torch.Tensor, target: torch.Tensor, copy: CopyPiece) -> StagedCopy:
-        """Submits a copy. `copy` copies the pieces between a buffer and the device."""
-        return StagedCopy(self._thread.submit(self._stage, source, target, copy))
-
-    def synchronize(self) -> None:
-        """Waits until every copy submitted so far has ended."""
-        self._thread.submit(self._take_all).result()
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def _stage(self, source: torch.Tensor, target: torch.Tensor, copy: CopyPiece) -> Event | None:
-        last: Event | None = None
-        for part, place in _pieces(source, target, self._buffers[0].numel()):
-            while len(self._under_way) >= len(self._buffers):
-                self._take()
-            buffer = self._buffers[0][: part.numel()]
-            self._buffers.append(self._buffers.pop(0))
-            if self._up:
-                _move(part, buffer)
-                last = copy(buffer, place)
-                self._under_way.append((last, buffer, buffer))
-            else:
-                self._under_way.append((copy(part, buffer), buffer, place))
-        if not self._up:
-            self._take_all()
-        return last
-
-    def _take_all(self) -> None:
-        while self._under_way:
-            self._take()
-
-    def _take(self) -> None:
-        """Waits for the oldest piece, so that its buffer is free."""
-        event, buffer, host = self._under_way.popleft()
-        event.synchronize()
-        if host is not buffer:
-            _move(buffer, host)
-
-
-class StagedCopy(Event):
-    """Marks the end of a copy in pieces. `last`: the end of the last piece's copy to the device."""
-
-    def __init__(self, last: Future[Event | None]) -> None:
-        self._last = last
-
-    def wait(self) -> None:
-        if (last := self._last.result()) is not None:
-            last.wait()
-
-    def synchronize(self) -> None:
-        if (last := self._last.result()) is not None:
-            last.synchronize()
-
-    def done(self) -> bool:
-        return self._last.done() and ((last := self._last.result()) is None or last.done())
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
-
-
-def _pieces(source: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns both tensors as bytes, in pieces of at most `most`. They must have the same layout, without gaps."""
-    if source.shape != target.shape or source.stride() != target.stride() or source.dtype != target.dtype:
-        raise RuntimeError(f"a staged copy of {tuple(source.shape)} to {tuple(target.shape)} changes its layout")
-    flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (source, target)]
-    if _extent(source)[1] - _extent(source)[0] != flat[0].numel():
-        raise RuntimeError(f"a staged copy of strides {source.stride()} has gaps")
-    yield from zip(flat[0].split(most), flat[1].split(most), strict=True)
-
-
-def _move(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies without torch's threads, which are busy with compute. Releases the interpreter lock."""
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
