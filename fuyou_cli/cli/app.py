@@ -16,7 +16,7 @@ from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
-from .console import STDOUT, drop_result, prepare_streams, write_result
+from .console import STDOUT, drop_result, lost_result, prepare_streams, tell_errors, write_result
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -545,9 +545,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if code == error_screen.INTERRUPTED:  # the library has caught it
             code = error_screen.report(KeyboardInterrupt())
     except _BadUsage as error:
+        tell_errors()
         code = error_screen.report_usage(error, words)
     except OSError as error:
-        if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
+        tell_errors()
+        if (lost := lost_result(error)) is not None:
+            code = error_screen.report(lost)
+        elif error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
             drop_result()
             code = error_screen.FAILED
         else:
@@ -555,5 +559,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if error.filename == STDOUT:
                 drop_result()
     except (FuyouError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
+        tell_errors()
         code = error_screen.report(error)
     sys.exit(code)

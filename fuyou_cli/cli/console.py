@@ -7,6 +7,7 @@ log by themselves. A stderr that cannot be written to is ignored: a closed pipe 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.json_files import one_line, printable
 
 if TYPE_CHECKING:
@@ -180,9 +181,12 @@ def _send_nowhere(stream: TextIO) -> None:
         pass
 
 
+_closed: set[str] = set()  # standard streams that were closed when the process began
+
+
 def prepare_streams() -> None:
     """Makes streams print a question mark for characters that the terminal cannot encode, instead of failing, and spell what
-    libraries print by themselves. Those that are closed (`>&-`) lead nowhere."""
+    libraries print by themselves. Opens those that are closed (`>&-`)."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         _open_if_closed(number, name)
     for stream in (sys.stdout, sys.stderr):
@@ -197,11 +201,12 @@ def prepare_streams() -> None:
 
 def _open_if_closed(number: int, name: str) -> None:
     """Gives a closed stream a file. Otherwise the next file that is opened, a store's say, would have its number, and get all
-    that a library prints."""
+    that a library prints. stdout gets one that cannot be written, because a result that nobody gets is an error."""
     try:
         os.fstat(number)
     except OSError:
-        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # has the lowest number
+        _closed.add(name)
+        os.set_inheritable(os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR), True)  # has the lowest number
     if getattr(sys, name) is None:
         setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
@@ -209,6 +214,20 @@ def _open_if_closed(number: int, name: str) -> None:
 def drop_result() -> None:
     """Drops what stdout did not take. Python would try to write it again at exit, and end with a code of its own."""
     _send_nowhere(sys.stdout)
+
+
+def lost_result(error: OSError) -> FuyouError | None:
+    """Returns the error for a result that was written to a closed stdout, if that is what `error` is."""
+    if error.errno != errno.EBADF or "stdout" not in _closed:
+        return None
+    _send_nowhere(sys.stdout)
+    return FuyouError("standard output is closed, so the result is lost", hint="leave out >&-, or write to a file: > FILE")
+
+
+def tell_errors() -> None:
+    """Makes errors go to stdout where stderr is closed, so that they are seen. The command is over."""
+    if "stderr" in _closed and "stdout" not in _closed:
+        sys.stderr = sys.stdout
 
 
 def styled(text: str, code: str, stream: TextIO) -> str:

@@ -42,17 +42,18 @@ def test_lines_break_between_words_on_a_terminal(columns: int, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("command", "closed", "code", "out", "err"),
     [
-        ("validate", ">&-", 0, None, ""),
-        ("--help", ">&-", 0, None, ""),
+        ("validate", ">&-", 1, None, "standard output is closed"),
+        ("--help", ">&-", 1, None, "standard output is closed"),
         ("validate train.steps=1", ">&-", 2, None, "train.steps"),
         ("validate", "2>&-", 0, "recipe.yaml", None),
-        ("validate train.steps=1", "2>&-", 2, "", None),
-        ("validate", "<&- >&- 2>&-", 0, None, None),
+        ("validate train.steps=1", "2>&-", 2, "train.steps", None),
+        ("validate --nothing", "2>&-", 2, "No such option", None),
+        ("validate", "<&- >&- 2>&-", 1, None, None),
         ("validate", "<&-", 0, "recipe.yaml", ""),
         ("init new.yaml", "<&-", 2, "", "there is no terminal"),
     ],
 )
-def test_closed_streams_lead_nowhere_and_nothing_else_gets_their_numbers(
+def test_closed_streams_are_told_and_nothing_else_gets_their_numbers(
     command: str, closed: str, code: int, out: str | None, err: str | None, recipe: Path, tmp_path: Path
 ) -> None:
     words = f"exec {sys.executable} -m fuyou_cli {command.replace('validate', f'validate {recipe.name}', 1)} {closed}"
@@ -87,9 +88,10 @@ def test_a_process_without_another_thread_is_not_said_to_be_interrupted() -> Non
     assert "ulimit -u" in done.stderr and "interrupted" not in done.stderr
 
 
-def test_finished_work_is_told_where_nobody_gets_the_result() -> None:
+@pytest.mark.parametrize("closed", [">/dev/full", ">&-"])
+def test_finished_work_is_told_where_nobody_gets_the_result(closed: str) -> None:
     program = "from fuyou_cli.cli.console import *; prepare_streams(); write_last_result('exported to out')"
-    words = f'exec {sys.executable} -c "{program}" >/dev/full'
+    words = f'exec {sys.executable} -c "{program}" {closed}'
     done = subprocess.run(["sh", "-c", words], env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "exported to out\n")
 
