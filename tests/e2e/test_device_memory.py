@@ -12,12 +12,14 @@ import torch
 from drawn import every
 
 from fuyou_cli.cli import error_screen
-from fuyou_cli.core.errors import DeviceMemoryError, UsageError
+from fuyou_cli.core.errors import DeviceMemoryError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import gib
+from fuyou_cli.engine.devices.cuda import PinnedMemory
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan
 from fuyou_cli.training.run import Run, naming_device_errors
 from fuyou_cli.training.state.manifest import TENSORS
+from fuyou_cli.training.state.store_folders import STORE_FILE
 from tests.emulated import EmulatedDevice
 
 from .conftest import NewProject, WholeOf
@@ -109,20 +111,15 @@ def test_what_to_do_depends_on_what_is_there(
     device.close()
 
 
-def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: WholeOf
+def test_memory_that_cannot_be_pinned_ends_a_run_before_it_loads(
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = whole(EMULATED).losses
-    monkeypatch.setattr(EmulatedDevice, "_register", lambda self, address, size: False)
-    said: list[str] = []
-    prepared = prepared_run(new_project("not", EMULATED))
-    with loaded_run(prepared, announce=said.append) as run:
-        run.train(lambda report: None)
-        assert run.losses == expected
-    size = gib(prepared.planned.plan.arena_size)
-    (told,) = [text for text in said if "pinned" in text]
-    assert told.startswith(f"note: {size} of {size} of host memory could not be pinned. ")
-    assert "the CPU copies each byte once more, so they are slower than planned" in told
+    pinned = PinnedMemory(lambda address, size: False, lambda address: None)
+    monkeypatch.setattr(EmulatedDevice, "pin", lambda self, host: pinned.pin(host))
+    prepared = prepared_run(new_project(changes=EMULATED))
+    with pytest.raises(OutOfSpaceError, match=r"cannot pin .* of host memory"):
+        Run(prepared)
+    assert not (prepared.planned.directories[0] / STORE_FILE).exists()
 
 
 # ---- states that rest there ----------------------------------------------------------------------------------------------
