@@ -192,8 +192,8 @@ STATE = (
         "hostile/test_stores.py",
     ),
     Mutation(
-        "manifests.write(self.folder, manifest, keep=last is not None)",
-        "manifests.write(self.folder, manifest, keep=False)",
+        "manifests.write(self.folder, manifest, keep=last is not None and not amends, amends=amends)",
+        "manifests.write(self.folder, manifest, keep=False, amends=amends)",
         "e2e/test_going_back.py e2e/test_saved_state.py",
     ),
     Mutation(
