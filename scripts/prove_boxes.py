@@ -7,19 +7,19 @@
 A box is a network namespace with a host name, a memory group and cores of its own; a pair of veth interfaces, held at a rate
 by `tc tbf`, is the link. One process, `--nproc 2` and torchrun on both boxes must end with the same states and losses, to the
 last bit. A link that is cut must end both ranks within `train.peer_timeout`, each with an error that names the other's rank and
-host. Over links of 0.5 and 1.3 of what is needed a step must take what the run itself predicts, by rates that it measured, and
-each rank stay within its own plan, in a group of exactly its budget. Without root one line says so. `links` leaves bits and the
-cut out.
+host. Over links of 0.5 and 1.3 of what is needed a step must take what the run itself predicts, by rates that `fuyou bench` has
+measured on the boxes, and each box stay within its rank's own plan from the start to the exported model, in a group of exactly
+its budget. Without root one line says so. `links` leaves bits and the cut out.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.both_sides import child_environment
-from proof.boxes import BOXES, Ended, Link, ranks, two_boxes, wait
+from proof.both_sides import NOISE_CORES, child_environment
+from proof.boxes import BOXES, Ended, Link, Rank, ranks, two_boxes, wait
 from proof.control_groups import LimitsUnavailable
 from proof.materials import LENGTH
 from proof.setting import Lost, Setting, fresh, lost_row, parser, recipe_in, run_script, size
@@ -36,6 +36,7 @@ from proof.verdicts import Row, holds, missing, say, unless_noisy
 from prove_ranks_run import ending
 
 from fuyou_cli.core.units import GiB, gib
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.training.run_log import read_log
 
 TIMEOUT, ENDS = 6, 5.0  # seconds of train.peer_timeout, and beyond it
@@ -44,7 +45,6 @@ PACED_RANK = Path(__file__).parent / "proof" / "paced_rank.py"
 PARTS = 4  # micro-batches of a step
 WARM = 1  # steps that do not count
 RATES = (0.5, 1.3)  # of what the link needs
-BUSY = len(BOXES) + 1.0  # load of the machine: with more, others had the cores, and times mean little
 NEAR = 0.1  # share of a step by which its prediction may be off
 
 
@@ -73,6 +73,7 @@ class Runs:
     def __init__(self, setting: Setting, options: argparse.Namespace) -> None:
         self._setting, self.options = setting, options
         self.folder = fresh(setting.work / "boxes")
+        self._kept, self._are_measured = self.folder / "kept", False
 
     def recipe(
         self,
@@ -81,13 +82,12 @@ class Runs:
         budget: int,
         steps: int | None = None,
         home: str = "ssd",
-        measures: bool = False,
         exports: bool = False,
     ) -> Path:
         out = self.folder / name / "out"
         out.mkdir(parents=True)
         offload = {
-            "dir": str(self.folder / name / "store"), "device": "cpu", "max_memory": {"cpu": budget}, "measure": measures,
+            "dir": str(self.folder / name / "store"), "device": "cpu", "max_memory": {"cpu": budget}, "measure": False,
             "weights": home, "optimizer_states": home, "activations": "recompute",
         }  # fmt: skip
         path = recipe_in(
@@ -106,20 +106,34 @@ class Runs:
         if done.returncode != 0:
             raise Lost(f"{' '.join(words) or 'one process'}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
 
+    def measure_boxes(self) -> None:
+        """Measures both boxes, at once, as they compute at once. Ranks that measured would be counted with what that takes, and
+        would measure again each time: each box finds the machine busy with the other."""
+        if self._are_measured:
+            return
+        recipe = self.recipe("bench", budget=self.options.budget)
+        with ranks(["bench", str(recipe)], recipe.parent, kept=self._kept) as began:
+            ended(began, recipe)
+        self._are_measured = True
+
     def on_boxes(self, recipe: Path, *, torchrun: bool = False, paced: float | None = None) -> list[Ended]:
-        kept = self.folder / "kept"
         words, program = ["finetune", str(recipe)], ("-m", "fuyou_cli")
         if paced is not None:
             words, program = [f"{paced:g}", str(recipe)], (str(PACED_RANK),)
-        options = {"memory": self.options.budget, "torchrun": torchrun, "kept": kept, "program": program}
+        options = {"memory": self.options.budget, "torchrun": torchrun, "kept": self._kept, "program": program}
         with ranks(words, recipe.parent, **options) as began:
-            ends = wait(began, LONGEST)
-        if ends is None:
-            raise Lost(f"{recipe}: the ranks still run after {LONGEST:g} s")
-        for number, end in enumerate(ends):
-            if end.code != 0:
-                raise Lost(f"{recipe}: rank {number} ended with {end.code}, {end.killed} killed for memory\n{end.text}")
-        return ends
+            return ended(began, recipe)
+
+
+def ended(began: Sequence[Rank], recipe: Path) -> list[Ended]:
+    """Waits for both boxes. Raises Lost unless both end well."""
+    ends = wait(began, LONGEST)
+    if ends is None:
+        raise Lost(f"{recipe}: the ranks still run after {LONGEST:g} s")
+    for number, end in enumerate(ends):
+        if end.code != 0:
+            raise Lost(f"{recipe}: rank {number} ended with {end.code}, {end.killed} killed for memory\n{end.text}")
+    return ends
 
 
 def events(recipe: Path, event: str) -> list[dict[str, Any]]:
@@ -152,22 +166,26 @@ def alike(runs: Runs) -> dict[str, Any]:
 
 
 def over(runs: Runs, link: Link, rate: float | None) -> dict[str, Any]:
-    """Trains over a link of `rate` bytes a second; None: a free one. Returns the time of a step, the bytes that passed before
-    and after the first one, and what each rank took of memory, which no launcher shares, each beside its plan."""
-    link.hold(rate)
+    """Trains over a link of `rate` bytes a second; None: a free one. Returns the time of a step, its bytes that passed the
+    busier way, and what each rank took of memory, which no launcher shares, each beside its plan."""
     name = "link" if rate is None else f"link-{rate:.0f}"
     paced = runs.options.paced
-    recipe = runs.recipe(name, budget=runs.options.budget, home="auto", measures=paced is None)
-    before = link.sent()
+    if paced is None:
+        runs.measure_boxes()
+    recipe = runs.recipe(name, budget=runs.options.budget, home="auto", exports=True)
+    link.hold(rate)
+    before, others = link.sent(), BackgroundLoad()
     try:
         ends = runs.on_boxes(recipe, paced=paced)
+        cores = others.cores()
         (plan,), (end,), steps = events(recipe, "plan"), events(recipe, "end"), events(recipe, "step")[WARM:]
         return {
             "seconds": seconds_of(recipe), "predicted": plan["predicted_step_seconds"], "network": plan["network"],
             "each": [step["seconds"] for step in steps], "stalls": steps[-1]["stalls"],
             "bytes": (link.sent() - before) / runs.options.steps,
             "peaks": [end.peak for end in ends], "killed": sum(end.killed for end in ends),
-            "planned": [rank["ram_planned"] for rank in end["ranks"]], "noisy": os.getloadavg()[0] > BUSY,
+            "planned": [rank["ram_planned"] for rank in end["ranks"]], "others_cores": cores,
+            "noisy": cores > NOISE_CORES,
         }  # fmt: skip
     finally:
         link.hold(None)
@@ -211,13 +229,13 @@ def bits_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
 
 
 def memory_row(runs: Runs, results: list[dict[str, Any]]) -> Row:
-    """Compares what each box held with its rank's own plan, in runs that measured no machine: a bench is a process beside."""
-    budget, planned = runs.options.budget, results[0]["planned"]
-    peaks = [max(peaks) for peaks in zip(*(result["peaks"] for result in results), strict=True)]
-    within = all(peak <= plan <= budget for peak, plan in zip(peaks, planned, strict=True))
-    ok = within and not any(result["killed"] for result in results)
-    note, measured = f"planned {' and '.join(map(gib, planned))}", " and ".join(map(gib, peaks))
-    return holds(f"each rank in a group of {gib(budget)}", "not killed, within its own plan", measured, ok, note=note)
+    """Compares what each box held, with all its processes, with its rank's own plan."""
+    budget = runs.options.budget
+    each = [pair for result in results for pair in zip(result["peaks"], result["planned"], strict=True)]
+    ok = all(peak <= plan <= budget for peak, plan in each) and not any(result["killed"] for result in results)
+    peaks, planned = ("; ".join(" and ".join(map(gib, result[name])) for result in results) for name in ("peaks", "planned"))
+    what, asked = f"each rank in a group of {gib(budget)}", "not killed, within its own plan"
+    return holds(what, asked, peaks, ok, note=f"planned {planned}")
 
 
 def step_row(what: str, result: dict[str, Any], note: str = "") -> Row:
@@ -233,14 +251,21 @@ def step_row(what: str, result: dict[str, Any], note: str = "") -> Row:
 def over_rows(runs: Runs, link: Link, setting: Setting) -> list[Row]:
     options = runs.options
     about = f"{options.rows} x {options.length} tokens, {'paced' if options.paced else 'as it is'}"
-    free = setting.measure(f"free link, {about}", lambda: over(runs, link, None))
+    free = setting.attempt(f"free link, {about}", lambda: over(runs, link, None))
+    if free.get("failed"):
+        return [lost_row("a step over a free link", "both end well", free)]
     needed = free["bytes"] / free["seconds"]
     note = f"{free['bytes'] / 1e6:.2f} MB a step the busier way, which needs {needed / 1e6:.2f} MB/s; "
-    rows, held = [step_row("a step over a free link", free, note)], list[dict[str, Any]]()
+    rows, results = [step_row("a step over a free link", free, note)], [free]
     for share in RATES:
-        held.append(setting.measure(f"link of {share:g}, {about}", partial(over, runs, link, share * needed)))
-        rows.append(step_row(f"a step over a link of {share:g} of that", held[-1]))
-    return [memory_row(runs, held), *rows]
+        what = f"a step over a link of {share:g} of that"
+        result = setting.attempt(f"link of {share:g}, {about}", partial(over, runs, link, share * needed))
+        if result.get("failed"):
+            rows.append(lost_row(what, "both end well", result))
+            continue
+        results.append(result)
+        rows.append(step_row(what, result))
+    return [memory_row(runs, results), *rows]
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:

@@ -22,11 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.both_sides import RANK, child_environment
+from proof.both_sides import NOISE_CORES, RANK, child_environment
 from proof.boxes import RANKED
 from proof.setting import Lost, Setting, fresh, parser, recipe_in, run_script
 from proof.verdicts import Row, holds, missing, reported, say, unless_noisy
 
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.training.run_log import read_log
 
 PARTS, RANKS = 8, 2  # micro-batches of a step
@@ -68,12 +69,14 @@ def step_of(setting: Setting, options: argparse.Namespace, way: str, turn: int) 
         train={"micro_batch_size": 1, "threads": 1, **train}, adapter={"r": RANK}, precision={"compute": "float32"},
         export={"at_end": False},
     ).rename(folder / "recipe.yaml")  # fmt: skip
+    others = BackgroundLoad()
     run_ranks(recipe, count)
+    cores = others.cores()
     events = read_log(out / "log.jsonl")
     steps = [event for event in events if event["event"] == "step"][WARM:]
     seconds = [step["seconds"] for step in steps]
     say(f"{way}, turn {turn}: {statistics.median(seconds):.3f} s")
-    return {"seconds": seconds, "stalls": steps[-1]["stalls"], "noisy": os.getloadavg()[0] > RANKS + 1}
+    return {"seconds": seconds, "stalls": steps[-1]["stalls"], "others_cores": cores, "noisy": cores > NOISE_CORES}
 
 
 def run_ranks(recipe: Path, count: int) -> None:
