@@ -54,6 +54,7 @@ _FOREVER = timedelta(days=90)  # gloo's longest wait; frozen peers are found by 
 _JOINING = timedelta(minutes=10)  # in which all ranks have to be there and connected
 _CONNECTING = timedelta(minutes=2)
 _BEAT = 1.0  # seconds between heartbeats
+_SILENT = 3.0  # seconds without one, after which a rank that cannot connect takes a peer for ended
 _LOOK = 0.01  # seconds between looks at the store
 _NAMED = 0.002  # the same while a commit waits
 _REASON = 0.5  # seconds that a failed peer has to write why
@@ -146,9 +147,13 @@ class Peers:
         self._answered = time.monotonic()  # when the store last answered
         for work in (self._beat, self._watch_store):  # a rank may end while the others connect
             threading.Thread(target=work, daemon=True).start()
-        self.ranks, self.exchange, self._farewells = _joined_gloo(
-            place, self._store, self.hosts, one_box=self.local_count == self.count
-        )
+        try:
+            self.ranks, self.exchange, self._farewells = _joined_gloo(
+                place, self._store, self.hosts, one_box=self.local_count == self.count
+            )
+        except UsageError:
+            self._check_hearts()  # boxes that do not reach one another fail in the same words
+            raise
         self.network = Network.between(self.boxes)  # what connects the ranks, as all of them take it to be
         self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
         for thread in self._watches:
@@ -305,6 +310,20 @@ class Peers:
                 elif time.monotonic() - since > self._timeout:
                     self._lose(self._error_of(peer, f"no sign of life for {self._timeout} s: train.peer_timeout"))
                     return
+
+    def _check_hearts(self) -> None:
+        """Raises an error if a peer, or who holds the store, has ended."""
+
+        def counts() -> dict[int, bytes]:
+            with self._naming_what_is_lost():
+                keys = {peer: f"beat {peer}" for peer in self._others}
+                return {peer: self._store.get(key) if self._store.check([key]) else b"" for peer, key in keys.items()}
+
+        before = counts()
+        time.sleep(_SILENT)
+        for peer, count in counts().items():
+            if count == before[peer]:
+                raise self._error_of(peer, "it ended while the ranks connected")
 
     def _watch_store(self) -> None:
         """Looks whether the heartbeat still comes through: who holds the store, the launcher or rank 0, may be frozen."""

@@ -364,6 +364,41 @@ def test_a_rank_that_waits_for_others_can_be_stopped(project: Callable[[str], Pr
     assert first.returncode == 130 and out.endswith("interrupted\n"), out
 
 
+CONNECTS = """
+import os, sys
+import torch.distributed as dist
+from fuyou_cli.cli.app import main
+
+def connect(*_, **__):
+    if os.environ["RANK"] == sys.argv[1]:
+        os._exit(9)
+    raise RuntimeError("Connection closed by peer")
+
+dist.init_process_group = connect
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("dies", "says"),
+    [("0", "the store on 127.0.0.1"), ("1", "rank 1 on HOST was lost (it ended"), ("neither", "rank 0 on HOST cannot connect")],
+)
+def test_a_rank_that_dies_while_ranks_connect_is_lost(project: Callable[[str], Project], dies: str, says: str) -> None:
+    """gloo then fails as it does where boxes do not reach one another. The first rank holds the store."""
+    one = project("one")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ("-c", CONNECTS, dies, *fuyou(one)[2:])
+    with (
+        started(one, *words, RANK="0", LOCAL_RANK="0", **place) as first,
+        started(one, *words, RANK="1", LOCAL_RANK="1", **place) as second,
+    ):
+        ranks = (first, second)
+        texts = [rank.communicate(timeout=ENDS)[0] for rank in ranks]
+    lives = 1 if dies == "0" else 0
+    assert ranks[lives].returncode == (2 if dies == "neither" else 1), texts
+    assert f"error: {says.replace('HOST', socket.gethostname())}" in texts[lives], texts
+
+
 def test_a_rank_that_trains_nothing_commits_with_the_others(project: Callable[[str], Project]) -> None:
     one, two = project("one"), project("two")
     words = ("freeze=[model.*]",)
