@@ -229,15 +229,16 @@ def _upload_slots(arena: SpanAllocator, model: ModelSpec, request: PlanRequest) 
 
 def ring_boundaries(model: ModelSpec) -> int:
     """Returns how many boundaries of all rows of a sweep one of several ranks holds beside those of its own visits: one that is
-    received for the next visit while the last one's leaves (`engine/link`)."""
-    return 1 if model.owners else 0
+    received for the next visit while the last one's leaves (`engine/link`). A block's output is what the visit before left
+    from, unless the last of its ranges sends it: then it is another one."""
+    return 1 + model.has_ranges if model.owners else 0
 
 
 def batch_slots(room: SpanAllocator, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """Returns slots for whole-batch tensors between stages, on a separate device or in the arena that it copies to and from.
     Input and output of a stage use two in turn, and the model's own forward holds the embedding's. A cut head sums in one of
     them if it is in float32, else in one larger slot. A step that measures the norm first needs the last hidden state twice.
-    Ranges of experts hold what they are sent, and sum in a larger slot. A rank of several holds one more."""
+    Ranges of experts hold what they are sent, and sum in a larger slot. A rank of several holds `ring_boundaries` more."""
     if request.device == "cpu":
         return ()
     boundaries = 3 + bool(request.norm_first) + model.has_ranges + ring_boundaries(model)

@@ -89,7 +89,7 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     the model's own forward holds between stages. A separate device has such boundaries in the arena, or all of this in its own
     memory. On device cpu it also counts the stage that needs most. A cut head has the last hidden state, its gradient in
     float32 and at the end in the compute dtype, and maximum, sum and target of every token. Ranges of experts hold one more
-    boundary, what they are sent, and sums in float32. A rank of several holds one more.
+    boundary, what they are sent, and sums in float32. A rank of several holds `ring_boundaries` more.
     """
     numerics, step_tokens = request.group, request.numerics.tokens
     tokens = numerics.tokens

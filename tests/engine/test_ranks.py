@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
 }
 RARER = {  # one by one what others have together, or what one process is compared with itself for
     "all in RAM", "as planned", "a tied head", "a cut head", "projections", "LoRA", "outputs kept", "another mixture",
-    "the emulated device, all in RAM", "the emulated device, unlike widths", "the emulated device, ranges of experts",
+    "the emulated device, all in RAM", "the emulated device, unlike widths",
     "evaluations", "a multiplier behind the embedding",
 }  # fmt: skip
 
