@@ -170,13 +170,12 @@ def slot_seconds(costs: Costs, schedule: Schedule, visits: Sequence[Visit], plan
     `rates`: the store's, for reading and writing; 0 where unknown."""
     weights, gradients = ([0.0] * len(plan.slot_classes) for _ in range(2))
     seconds = costs.seconds_of(schedule.visits, plan.stages)
+    in_slots = [None if stage.updated_on_device else stage for stage in plan.stages]
     for visit in visits:
-        owner = visit.owner if visit.owner is not None else visit.stage
-        stage = plan.stages[owner]
-        if stage.updated_on_device:
+        if (stage := in_slots[visit.owner if visit.owner is not None else visit.stage]) is None:
             continue
         computing = seconds[visit.index]
-        updating = _update_seconds(costs, plan.stages[owner], rates, plan.commit_every) if visit.update != "none" else 0.0
+        updating = _update_seconds(costs, stage, rates, plan.commit_every) if visit.update != "none" else 0.0
         if stage.weights_ram is None and visit.owner is not None:
             weights[stage.slot_class] += computing + (updating if stage.trained_ram is None else 0.0)
         if stage.gradients_ram is None and visit.sum_gradients:
