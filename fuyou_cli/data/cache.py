@@ -284,6 +284,8 @@ def _raise_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
         )
     if code == -signal.SIGABRT and any(words in trace for words in _NO_MEMORY):
         raise UsageError(sandbox.too_large(doing), hint=sandbox.HINT)
+    if code == -signal.SIGINT and "pthread_create failed" in trace:  # OpenBLAS sends it; Ctrl-C is for the run alone
+        raise FuyouError("cannot start another thread or process", hint=errors.NO_THREADS)
     if code < 0:
         raise FuyouError(
             f"the process that reads the data was ended by signal {-code}{f' ({doing})' if doing else ''}",

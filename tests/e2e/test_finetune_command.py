@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import quick_and_slow
 
 from .conftest import NewProject, Project, ended
 
@@ -175,9 +176,9 @@ def test_a_run_with_closed_streams_goes_to_its_end(closed: list[int], new_projec
 AS_ANOTHER = ("--reuid=64321", "--regid=64321", "--clear-groups", "--inh-caps=+dac_override", "--ambient-caps=+dac_override")
 
 
-@pytest.mark.parametrize("most", [1, *(pytest.param(some, marks=pytest.mark.slow) for some in (2, 4))])
-def test_a_limit_on_processes_is_told(most: int, new_project: NewProject) -> None:
-    """Runs as a user who has no other process: root's are not limited."""
+@pytest.mark.parametrize(("most", "threads"), quick_and_slow([(1, 1), (3, 2), (2, 1), (4, 1), (4, 2), (5, 2)], lambda n: n < 2))
+def test_a_limit_on_processes_is_told(most: int, threads: int, new_project: NewProject) -> None:
+    """Runs as a user who has no other process: root's are not limited. With two threads OpenBLAS is the first without one."""
     limited = ["setpriv", *AS_ANOTHER, "prlimit", f"--nproc={most}"]
     if os.geteuid() != 0 or shutil.which("setpriv") is None or subprocess.run([*limited, "true"], check=False).returncode != 0:
         pytest.skip("needs root, setpriv and prlimit")
@@ -185,11 +186,12 @@ def test_a_limit_on_processes_is_told(most: int, new_project: NewProject) -> Non
         project = Project(folder=Path(place), materials=new_project().materials)
         project.write_recipe({"train.max_steps": 3, "dataset.cache_dir": f"{place}/tokenised"})
         words = [*limited, *project.command("finetune", project.recipe)]
-        environment = {**project.environment(), "HOME": place}
+        environment = {**project.environment(), "HOME": place, "OMP_NUM_THREADS": str(threads)}
         for path in (project.folder, *project.folder.rglob("*")):
             os.chown(path, 64321, 64321, follow_symlinks=False)
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == (1 if most < 4 else done.returncode) and done.returncode in (0, 1), done
+    assert "ended by signal" not in done.stderr, done.stderr
     assert "internal error" not in done.stderr and "Traceback" not in done.stderr
     assert done.returncode == 0 or "ulimit -u" in " ".join(done.stderr.split()), done.stderr
 
