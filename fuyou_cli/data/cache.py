@@ -30,7 +30,7 @@ from fuyou_cli.core.units import MiB, gb
 
 from . import sandbox
 from .batches import HeldPart
-from .reading import Prompt, as_data, first_bad_line, suffixes
+from .reading import Prompt, as_data, first_bad_line, naming, suffixes
 from .rows import TOKEN_BYTES, TOKENS, Rows
 from .sources import Say, find_sources, say_nothing, size_of
 
@@ -137,11 +137,8 @@ def fingerprint(request: dict[str, Any], content: Callable[[Path], str]) -> str:
 
 
 def _content(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise unusable(f"{file}: cannot be read: {error.strerror}", error) from error
+    with naming(file), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _tokenizer_content(directory: Path) -> dict[str, str]:

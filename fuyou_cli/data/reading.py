@@ -54,11 +54,22 @@ def kind_of_rows(file: Path) -> str | None:
 
 
 @contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Names a file in what the system says as it is read, which has no name. Raises UsageError."""
+    try:
+        yield
+    except OSError as error:
+        if not error.errno:  # a library's own, of what is in the file
+            raise
+        raise unusable(f"{file}: cannot be read: {error.strerror}", error) from error
+
+
+@contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """Opens a file and returns its bytes, decompressed. Raises UsageError if they cannot be decompressed."""
+    """Opens a file and returns its bytes, decompressed. Raises UsageError if they cannot be read or decompressed."""
     packing = suffixes(file)[1]
     try:
-        with _stream(file, packing) as stream:
+        with naming(file), _stream(file, packing) as stream:
             yield stream
     except _DAMAGED as error:
         if not packing:
@@ -318,7 +329,7 @@ def _record_batches(file: Path) -> Iterator[Any]:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
     from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,unused-ignore]
 
-    with file.open("rb") as stream:
+    with naming(file), file.open("rb") as stream:
         if file.suffix.lower() == ".parquet":
             yield from ParquetFile(stream).iter_batches(batch_size=_ROWS_AT_ONCE)
             return

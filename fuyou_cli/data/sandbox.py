@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from fuyou_cli.core.disk import unusable
-from fuyou_cli.core.errors import NO_THREADS, FuyouError, UsageError
+from fuyou_cli.core.disk import FULL, failed_writing, remedy, unusable
+from fuyou_cli.core.errors import NO_THREADS, DataSpaceError, FuyouError, UsageError
 from fuyou_cli.core.json_files import read_object, shown
 from fuyou_cli.core.units import GiB, gib
 
@@ -79,14 +79,26 @@ class LibraryErrors:
             raise refused from error
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names a file of the rows in what the system says as it is written: often without a name, and of a file that is read the
+    same."""
+    try:
+        yield
+    except OSError as error:
+        failed = failed_writing(path, error)
+        raise (DataSpaceError(failed.message, hint=remedy(error)) if error.errno in FULL else failed) from error
+
+
 class Watch:
     """Notes what this process is doing in the file `at`, which outlives it, and ends it where that takes too long."""
 
     def __init__(self, at: Path, seconds: float) -> None:
         self.doing, self._seconds = "", seconds
-        at.write_bytes(bytes(_NOTE))
-        with at.open("r+b") as file:
-            self._note = mmap.mmap(file.fileno(), _NOTE)
+        with writing(at):
+            at.write_bytes(bytes(_NOTE))
+            with at.open("r+b") as file:
+                self._note = mmap.mmap(file.fileno(), _NOTE)
         signal.signal(OVERDUE, signal.SIG_DFL)
 
     def on(self, what: str) -> None:
@@ -97,7 +109,9 @@ class Watch:
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
 
     def off(self) -> None:
+        """Ends the watch, and lets go of the file: some file systems keep a folder as long as one in it is held."""
         signal.setitimer(signal.ITIMER_PROF, 0)
+        self._note.close()
 
 
 @contextmanager

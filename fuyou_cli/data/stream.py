@@ -42,6 +42,7 @@ from .cache import (
     request_line,
     scratch_of,
 )
+from .reading import naming
 from .rows import DataSummary, Rows
 from .sources import Say, is_remote, may_ask
 from .worker import PART_SAMPLES, PART_TOKENS, Position, read_next
@@ -282,7 +283,8 @@ class _Worker:
             return self._answered(asked, folder)
 
     def _answered(self, asked: dict[str, Any], folder: Path) -> int:
-        with tempfile.TemporaryDirectory(dir=self._scratch) as place:
+        # What is left in it goes with the scratch folder, and no error of that takes the place of another.
+        with tempfile.TemporaryDirectory(dir=self._scratch, ignore_cleanup_errors=True) as place:
             out, at = Path(place, "rows"), Path(place, "at")
             out.mkdir()
             if self._process is None:
@@ -299,7 +301,7 @@ def _sampled_content(file: Path) -> str:
     which it is."""
     if is_remote(file):
         return str(file)
-    with file.open("rb") as stream:
+    with naming(file), file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         digest = hashlib.sha256()
         for look in range(_LOOKS):

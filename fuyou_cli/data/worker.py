@@ -38,7 +38,7 @@ from .batches import HeldPart
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .reading import as_prompt, kind_of_rows, pieces_of, read_document, read_rows
 from .rows import LABEL, TOKENS, Counts, Row, Sample, damaged, has_loss, pack
-from .sandbox import Watch, limit_memory, reason, watched
+from .sandbox import Watch, limit_memory, reason, watched, writing
 from .sources import is_remote, local_copy
 from .tokenise import LARGEST_SAMPLE, Tokeniser, decode_pieces, load_tokenizer
 
@@ -287,6 +287,26 @@ def _batches(examples: Iterator[PlacedExample], limit: int | None) -> Iterator[l
 # ---- files of rows ---------------------------------------------------------------------------------------------------
 
 
+class _File:
+    """A new file. Raises FuyouError that names it, also where the system refuses what was held back until it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing(path):
+            self._file = path.open("wb")
+
+    def __enter__(self) -> _File:
+        return self
+
+    def write(self, data: bytes) -> None:
+        with writing(self._path):
+            self._file.write(data)
+
+    def __exit__(self, *_: object) -> None:
+        with writing(self._path):
+            self._file.close()
+
+
 def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, int, bool]:
     """Writes rows of a reading, their description last, and flushes them. Returns how many they are, the labels that carry
     loss, and whether one of these is a stop token. The digest covers every row's length, tokens and mask, in order."""
@@ -294,7 +314,7 @@ def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, i
     stops = np.asarray(sorted(tokeniser.stop_ids), np.int32)
     label_tokens = longest = highest_id = 0
     learns_to_stop = False
-    with (out / TOKENS).open("wb") as tokens_file, (out / "mask.bin").open("wb") as mask_file:
+    with _File(out / TOKENS) as tokens_file, _File(out / "mask.bin") as mask_file:
         for tokens, mask in rows:
             digest.update(len(tokens).to_bytes(8, "little"))
             for file, data in ((tokens_file, tokens.tobytes()), (mask_file, mask.tobytes())):
@@ -306,7 +326,8 @@ def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, i
             longest = max(longest, len(tokens))
             highest_id = max(highest_id, int(tokens.max()))
             learns_to_stop = learns_to_stop or bool(np.isin(learnt, stops).any())
-    np.save(out / "offsets.npy", np.frombuffer(offsets, np.int64))
+    with _File(out / "offsets.npy") as offsets_file:
+        np.save(offsets_file, np.frombuffer(offsets, np.int64))
     summary = {
         "rows": len(offsets) - 1,
         "tokens": offsets[-1],
@@ -321,9 +342,10 @@ def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, i
         "preview": decode_pieces(tokeniser.tokenizer, reading.shown) if reading.shown else (),
         **asdict(reading.counts),
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")  # names may not be UTF-8
+    with writing(out / "summary.json"):
+        (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")  # names may not be UTF-8
     for path in out.iterdir():
-        with path.open("rb") as written:
+        with writing(path), path.open("rb") as written:
             os.fsync(written.fileno())
     return len(offsets) - 1, label_tokens, learns_to_stop
 
@@ -390,7 +412,7 @@ class _EntryParts:
                 rows, label_tokens, learns_to_stop = write_rows(reading.packed(self._samples()), reading, out)
         if is_first:
             self._check(rows, label_tokens, learns_to_stop)
-        with (out / NEXT).open("w", encoding="utf-8") as file:
+        with writing(out / NEXT), (out / NEXT).open("w", encoding="utf-8") as file:
             json.dump({"begin": self.next and asdict(self.next), "formats": reading.formats}, file)
             file.flush()
             os.fsync(file.fileno())

@@ -3,6 +3,7 @@ could not be read."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -260,6 +261,39 @@ def test_rows_that_cannot_be_read_in_a_step(name: str, drive: FaultyDrive, new_p
     assert code == 1 and "the tokenised data in " in said and "cannot be read" in said and "dmesg" in said, said
     drive.fault(*WITHOUT)
     assert run("finetune", "recipe.yaml")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "remedy"),
+    [
+        ("FSYNC tokens.bin EIO", "cannot write {}tokens.bin: Input/output error", "dmesg"),
+        ("CREATE mask.bin EROFS", "cannot write {}mask.bin: Read-only file system", "read-only"),
+        ("CREATE at EROFS", "cannot write {}at: Read-only file system", "read-only"),
+        ("WRITE tokens.bin EFBIG", "cannot write {}tokens.bin: File too large", "ulimit -f"),
+        ("WRITE offsets.npy EDQUOT", "cannot write {}offsets.npy: Disk quota exceeded", "quota"),
+        ("READ data.jsonl ESTALE", "{}data.jsonl: cannot be read: Stale file handle", "mounted anew"),
+        ("READ data.jsonl.gz EIO", "{}data.jsonl.gz: cannot be read: Input/output error", "dmesg"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_that_cannot_be_made_name_the_file(
+    fault: str, told: str, remedy: str, streaming: bool, drive: FaultyDrive, new_project: NewProject, command: CommandIn
+) -> None:
+    """Says whether it is read or written, whichever call fails: what the system says of an open file has no name."""
+    name = "data.jsonl.gz" if ".gz" in fault else "data.jsonl"
+    text = b"".join(b'{"text": "%d and so on"}\n' % number for number in range(40))
+    (drive.behind / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    changes = {
+        "dataset.cache_dir": str(drive.path / "tokenised"), "dataset.streaming": streaming,
+        "dataset.train": [{"path": str(drive.path / name), "format": "text"}],
+    }  # fmt: skip
+    run = command(new_project("project", {**COMMITS, **changes}))
+    drive.fault(*WITHOUT, fault)
+    code, _, err = run("finetune", "recipe.yaml")
+    said = "".join(err.split())
+    verb, _, rest = "".join(told.split()).partition("{}")
+    assert code == (4 if "EDQUOT" in fault else 1) and verb in said and rest in said and remedy in " ".join(err.split()), err
+    assert str(drive.path) in said and ("READ" in fault or "cannotberead" not in said), err
 
 
 @pytest.mark.parametrize("unreadable", [False, True])
