@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
@@ -107,28 +107,20 @@ def numerics_of(
 ) -> Numerics:  # fmt: skip
     """Resolves `auto` by fixed rules. A resumed run keeps its numerics. `micro`: the micro-batch size that replaces `auto`, in
     rows; `epoch`: what is known of the rows; `range_experts`: in a stage, of blocks that do not fit whole."""
+    if manifest is not None:
+        refuse_changed(recipe, facts, manifest)
+        return manifest.numerics
     train, length = recipe.train, recipe.dataset.max_seq_len
     if train.micro_batch_size != "auto":
         micro = train.micro_batch_size
-    elif manifest is not None:
-        micro = manifest.numerics.micro_batch_size
     elif micro is None:
         micro = sizes_of(train.batch_size // train.lanes, length, usual=usual_tokens(hardware))[1]
-    if manifest is not None and train.head_chunk_tokens == "auto":
-        chunk = manifest.numerics.head_chunk_tokens  # chosen for another card, or by another version
-    else:
-        columns = facts.vocabulary_rows or facts.logits
-        chunk = head_chunk(train, micro * length, columns, piece=head_piece(recipe, hardware))
+    chunk = head_chunk(train, micro * length, facts.vocabulary_rows or facts.logits, piece=head_piece(recipe, hardware))
     # Beside a GPU, torch only copies rows. A few threads reach the memory's bandwidth, and the update needs the cores.
     usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
-    compute: Dtype = recipe.precision.compute
-    # With one piece nothing is summed, so a wider dtype would hold the same numbers. The exception is a tied head and its
-    # embedding, whose two gradients plain PyTorch also adds in the compute dtype.
-    one_piece = train.batch_size == micro and chunk == 0
-    accumulate: Dtype = compute if one_piece else recipe.precision.grad_accum
     numerics = Numerics(
-        compute_dtype=compute,
-        accumulate_dtype="float32" if compute == "float32" else accumulate,
+        compute_dtype=recipe.precision.compute,
+        accumulate_dtype=sums_in(recipe, micro, chunk),
         batch_size=train.batch_size,
         micro_batch_size=micro,
         max_seq_len=length,
@@ -144,38 +136,44 @@ def numerics_of(
     # rows that are unlike.
     unlike = epoch is not None and fmean(epoch.lengths) < MOSTLY * length
     apart = facts.keeps_apart and not train.compile and unlike
-    numerics = divided(numerics, apart=apart, on_cpu=hardware.device != "cuda", packing=recipe.dataset.packing)
-    if manifest is None:
-        return numerics
-    _refuse_changed(recipe, manifest, numerics)
-    return manifest.numerics
+    return divided(numerics, apart=apart, on_cpu=hardware.device != "cuda", packing=recipe.dataset.packing)
 
 
-def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
+def sums_in(recipe: Recipe, micro: int, chunk: int) -> Dtype:
+    """Returns the dtype of sums of gradients, with micro-batches of `micro` rows whose head takes `chunk` tokens at once."""
+    compute: Dtype = recipe.precision.compute
+    # With one piece nothing is summed, so a wider dtype would hold the same numbers. The exception is a tied head and its
+    # embedding, whose two gradients plain PyTorch also adds in the compute dtype.
+    one_piece = recipe.train.batch_size == micro and chunk == 0
+    return compute if compute == "float32" or one_piece else recipe.precision.grad_accum
+
+
+def refuse_changed(recipe: Recipe, facts: ModelFacts, saved: Manifest) -> None:
     """Raises UsageError for a setting that differs from the saved run. `auto` keeps the saved value."""
-    names = {
-        "compute_dtype": ("precision.compute", True),
-        "accumulate_dtype": ("precision.grad_accum", True),
-        "batch_size": ("train.batch_size", True),
-        "micro_batch_size": ("train.micro_batch_size", recipe.train.micro_batch_size != "auto"),
-        "max_seq_len": ("dataset.max_seq_len", True),
-        "head_chunk_tokens": ("train.head_chunk_tokens", recipe.train.head_chunk_tokens != "auto"),
-        "vocabulary_rows": ("train.head_chunk_vocab", recipe.train.head_chunk_vocab != "auto"),
-        "torch_threads": ("train.threads", recipe.train.threads != "auto"),
-        "seed": ("seed", True),
-        "lanes": ("train.lanes", True),
+    train, was = recipe.train, saved.numerics
+    pairs: dict[str, tuple[Any, Any]] = {
+        "precision.compute": (was.compute_dtype, recipe.precision.compute),
+        "train.batch_size": (was.batch_size, train.batch_size),
+        "train.micro_batch_size": (was.micro_batch_size, train.micro_batch_size),
+        "dataset.max_seq_len": (was.max_seq_len, recipe.dataset.max_seq_len),
+        "train.head_chunk_tokens": (was.head_chunk_tokens, train.head_chunk_tokens),
+        "train.head_chunk_vocab": (was.vocabulary_rows, "auto" if train.head_chunk_vocab == "auto" else facts.vocabulary_rows),
+        "train.threads": (was.torch_threads, train.threads),
+        "seed": (was.seed, recipe.seed),
+        "train.lanes": (was.lanes, train.lanes),
+        "optimizer.state_dtype": (saved.state_dtype, recipe.optimizer.state_dtype),
+        "optimizer.name": (saved.rule, recipe.optimizer.name),
+        "train.router_aux_loss": (was.router_aux_loss or "null", train.router_aux_loss or "null"),
+        "model.quantize": (saved.quantisation or "none", recipe.model.quantisation or "none"),
     }
-    before, now = asdict(saved.numerics), asdict(asked)
-    changed = [(key, before[k], now[k]) for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
-    changed += [
-        (f"optimizer.{key}", was, getattr(recipe.optimizer, key))
-        for key, was in (("state_dtype", saved.state_dtype), ("name", saved.rule))
-        if was != getattr(recipe.optimizer, key)
-    ]
-    balanced, balances = (change.router_aux_loss or "null" for change in (saved.numerics, asked))
-    changed += [("train.router_aux_loss", balanced, balances)] if balanced != balances else []
-    rested, rests = saved.quantisation or "none", recipe.model.quantisation or "none"
-    changed += [("model.quantize", rested, rests)] if rested != rests else []
+    changed = [(key, before, now) for key, (before, now) in pairs.items() if now not in ("auto", before)]
+    micro = was.micro_batch_size if train.micro_batch_size == "auto" else train.micro_batch_size
+    chunk = was.head_chunk_tokens if train.head_chunk_tokens == "auto" else train.head_chunk_tokens
+    said = None if saved.settings is None else saved.settings.get("precision.grad_accum")
+    # Sums may have another dtype because there is one piece, or no longer: then the key that says so is named already.
+    is_named = bool(changed) if said is None else said == recipe.precision.grad_accum
+    if sums_in(recipe, micro, chunk) != was.accumulate_dtype and not is_named:
+        changed.insert(0, ("precision.grad_accum", said or was.accumulate_dtype, recipe.precision.grad_accum))
     if changed:
         reason = "; ".join(f"{key} was {was}, is {now_is}" for key, was, now_is in changed)
         old = " ".join(f"{key}={was}" for key, was, _ in changed)

@@ -39,6 +39,7 @@ from .numerics import (
     gpu_limit,
     likely_sizes,
     numerics_of,
+    refuse_changed,
     sizes_of,
     timed_shapes,
     usual_tokens,
@@ -79,7 +80,7 @@ def plan(
         from ..data.stream import Stream
 
         hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.peak_bytes)
-    inspected = _resumable(inspected, hardware, say)
+    inspected = _resumable(inspected, say)
     peers = inspected.peers
     if peers is not None and (peers.alike is not None or not peers.is_first):
         alike = peers.alike or peers.choose_alike(None)
@@ -96,7 +97,7 @@ def plan_ranks(
 ) -> tuple[Planned, ...]:  # fmt: skip
     """Makes the plans that the ranks of a run would make, each for its part of a box: `hardware`, `disks`. Ranks between the
     first and the last have alike stages, so one search serves all of them."""
-    inspected = _resumable(inspected, hardware, say)
+    inspected = _resumable(inspected, say)
     seat = Seat(rank=0, network=network)
     first = _plan(inspected, hardware, disks, None, say=say, epoch=epoch, effort=effort, seat=seat)
     return _with_others(first, network, effort=effort)
@@ -510,12 +511,12 @@ class _Planner:
         )
 
 
-def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Inspected:
+def _resumable(inspected: Inspected, say: Say) -> Inspected:
     """Drops the saved run if it cannot be resumed with these numerics, and plans as for a new run. A run would be refused."""
     if inspected.to_run or inspected.manifest is None:
         return inspected
     try:
-        numerics_of(inspected.recipe, inspected.known.facts, hardware, inspected.manifest)
+        refuse_changed(inspected.recipe, inspected.known.facts, inspected.manifest)
     except FuyouError as error:
         say(refused(error))
         return replace(inspected, saved=None)

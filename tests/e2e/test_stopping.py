@@ -159,6 +159,21 @@ def test_changed_recipe_is_refused_by_name(changes: dict[str, Any], named: str, 
     assert refused.value.message in message
 
 
+def test_a_key_that_nobody_wrote_is_not_named(new_project: NewProject) -> None:
+    """What gradients are summed in follows from there being one micro-batch."""
+    one = {"train.batch_size": 2, "train.max_steps": STEPS}
+    project = new_project(changes=one)
+    train(project)
+    said = _refusal(project, {"train.batch_size": 4})
+    assert "train.batch_size was 2, is 4" in said and "grad_accum" not in said
+    said = _refusal(project, {"train.batch_size": 4, "precision.grad_accum": "bfloat16"})
+    assert "grad_accum" not in said, "they stay as they were: compute's"
+    said = _refusal(project, {"train.batch_size": 4, "precision.compute": "float32"})
+    assert "precision.compute was bfloat16, is float32" in said and "grad_accum" not in said
+    project.write_recipe({**one, "precision.grad_accum": "bfloat16"})
+    prepared_run(project)
+
+
 def test_changed_model_data_or_disks_are_refused_by_name(stopped: Project) -> None:
     rows = stopped.folder / "rows.jsonl"
     rows.write_text((stopped.materials / "rows.jsonl").read_text() + json.dumps({"text": "One more row."}) + "\n")
