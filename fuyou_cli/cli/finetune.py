@@ -24,7 +24,7 @@ from fuyou_cli.training.length import sampled_epoch
 from fuyou_cli.training.loggers import LoggedRun, Loggers, Trace, libraries
 from fuyou_cli.training.peers import place_of
 from fuyou_cli.training.plan_step import plan, plan_downloaded, settle, with_waits
-from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
+from fuyou_cli.training.prepare import check_resumed, fetch, inspect, resolve, tokenise
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run_folders import claimed, note_of_an_earlier_run
 from fuyou_cli.training.run_log import LOG, JsonlLog
@@ -137,6 +137,7 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool, pe
                 from fuyou_cli.training.alike import refuse_unlike_start
 
                 refuse_unlike_start(inspected, peers)
+            check_resumed(inspected, accept_changes=accept_changes)
             warn_of_memory(loaded, say)
             machine = machine_here(loaded, inspected, say=say, measure=measure)
             is_new = inspected.manifest is None

@@ -27,13 +27,14 @@ from ..spec.plan import Plan
 from .adapting import as_started, check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
-from .numerics import check_positions, check_tokens
+from .numerics import check_positions, check_tokens, refuse_changed
 from .state.at_rest import SavedStore
 from .state.manifest import Change, Manifest, Untouched, newest, written_at
 from .state.recovery import saved_by_all
 from .state.resume import (
     REFUSED,
     change_of_libraries,
+    check_unchanged_recipe,
     check_unchanged_run,
     fingerprints_of,
     library_versions,
@@ -391,6 +392,16 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
     known.keep()
     prompts = _prompts(resolved, known, say)
     return Inspected(**fields_of(resolved, Resolved), device=device, known=known, in_place=in_place, prompts=prompts)
+
+
+def check_resumed(inspected: Inspected, *, accept_changes: bool) -> None:
+    """Raises UsageError if the recipe alone tells that the saved run cannot go on with it: before this machine is measured for
+    that run, which takes a minute. `tokenise` looks at the rest."""
+    if (saved := inspected.manifest) is not None:
+        recipe = inspected.recipe
+        refuse_changed(recipe, inspected.known.facts, saved)
+        total = steps_of(recipe, None)
+        check_unchanged_recipe(saved, recipe, device=inspected.device, total_steps=total, accepted=accept_changes)
 
 
 def _prompts(resolved: Resolved, known: KnownModel, say: Say) -> FixedPrompts | None:

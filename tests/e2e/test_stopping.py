@@ -15,8 +15,10 @@ from drawn import crossed, every
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.swap.store import Store
 from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.prepare import check_resumed, inspect, resolve
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.resume import check_unchanged_run
@@ -32,6 +34,7 @@ from .running import (
     manifest_of,
     prepared_run,
     run_of,
+    silent,
     stop,
     store_of,
     train,
@@ -157,6 +160,20 @@ def test_changed_recipe_is_refused_by_name(changes: dict[str, Any], named: str, 
     with pytest.raises(UsageError) as refused:
         prepared_run(stopped, accept_changes=True)
     assert refused.value.message in message
+
+
+def test_a_refused_run_is_refused_before_this_machine_is_measured(stopped: Project) -> None:
+    """By what its recipe says alone. A length that may be another is refused so, too, unless it is accepted."""
+    for changes in ("dataset.max_seq_len=16", "train.clip_grad_norm=1", "adapter.r=4", "train.max_steps=9"):
+        done = stopped.fuyou("finetune", stopped.recipe, f"train.max_steps={STEPS}", "offload.measure=true", changes)
+        key = changes.partition("=")[0]
+        assert done.returncode == 2 and f"{key} was" in " ".join(done.stderr.split()), done.stderr
+        assert "measur" not in done.stderr
+    stopped.write_recipe({"train.max_steps": 9})
+    inspected = inspect(resolve(load_recipe(stopped.recipe).recipe, say=silent), say=silent)
+    check_resumed(inspected, accept_changes=True)
+    with pytest.raises(UsageError, match=r"train\.max_steps was 6, is 9"):
+        check_resumed(inspected, accept_changes=False)
 
 
 def test_a_key_that_nobody_wrote_is_not_named(new_project: NewProject) -> None:

@@ -106,6 +106,7 @@ _SUBJECTS = {
     ),
     "code": _Subject("the model's own code (*.py in model.name_or_path)", why="what is saved was trained with it"),
 }
+_OFTEN_WITHOUT = ("deterministic", "compile", "mixture", "adapter")  # what a recipe need not have
 _UNRECORDED = ("optimizer", "schedule", "clipping", "shuffle", "attention")  # of keys whose old values a store may not tell
 _MOST = 8  # keys that a message names
 _OTHER_DATA = (
@@ -332,6 +333,17 @@ def check_unchanged_run(
     )
 
 
+def check_unchanged_recipe(saved: Manifest, recipe: Recipe, *, device: str, total_steps: int, accepted: bool) -> None:
+    """Does the same for what the recipe alone tells: nothing is measured and no data read for a run that is refused.
+    `total_steps`: 0 where the data decides."""
+    now = _digests(_of_recipe(recipe, device=device, total_steps=total_steps))
+    if not total_steps:
+        del now["schedule"]
+    others = {name: digest for name, digest in saved.fingerprints.items() if name not in _OFTEN_WITHOUT}
+    settings = settings_of(recipe, device=device)
+    check_unchanged_run(saved, {**others, **now}, total_steps=total_steps or saved.step, settings=settings, accepted=accepted)
+
+
 def _in_words_of(name: str) -> str:
     return _SUBJECTS[name].words if name in _SUBJECTS else name
 
@@ -375,6 +387,20 @@ def fingerprints_of(
             _shapes(recipe, model),
             {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"},
         ],
+        **_of_recipe(recipe, device=device, total_steps=total_steps),
+    }
+    if recipe.adapter is None and (
+        frozen := sorted({tensor.name for stage in model.stages for tensor in stage.tensors if tensor.frozen})
+    ):
+        described["frozen"] = frozen
+    if recipe.model.trust_remote_code and "auto_map" in config:
+        described["code"] = own_code(model_dir)
+    return {**_digests(described), "weights": weights_mark, "data": data}
+
+
+def _of_recipe(recipe: Recipe, *, device: str, total_steps: int) -> dict[str, Any]:
+    """Returns what a run must agree on and the recipe alone tells, by name."""
+    described: dict[str, Any] = {
         "attention": recipe.model.attn_implementation,
         "optimizer": {**recipe.optimizer.model_dump(mode="json"), "momentum": 0.9},  # a key of earlier builds: digests stay
         "schedule": [recipe.lr_scheduler.model_dump(mode="json"), _schedule_length(recipe, total_steps)],
@@ -390,14 +416,11 @@ def fingerprints_of(
         described["mixture"] = recipe.dataset.weights
     if recipe.adapter is not None:
         described["adapter"] = recipe.adapter.model_dump(mode="json")
-    elif frozen := sorted({tensor.name for stage in model.stages for tensor in stage.tensors if tensor.frozen}):
-        described["frozen"] = frozen
-    if recipe.model.trust_remote_code and "auto_map" in config:
-        described["code"] = own_code(model_dir)
-    digests = {
-        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
-    }
-    return {**digests, "weights": weights_mark, "data": data}
+    return described
+
+
+def _digests(described: Mapping[str, Any]) -> dict[str, str]:
+    return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()}
 
 
 def _shapes(recipe: Recipe, model: ModelSpec) -> list[Any]:
