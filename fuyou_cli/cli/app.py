@@ -104,7 +104,7 @@ def finetune(
     dry_run: Annotated[bool, _option("--dry-run", help="Only show the plan; measure nothing.")] = False,
     assume_rates: Annotated[bool, _option("--assume-rates", help="Assume rates instead of measuring a new machine.")] = False,
     accept_changes: Annotated[
-        bool, _option("--accept-changes", help="Resume with the recipe's other lr, schedule, max_steps or epochs.")
+        bool, _option("--accept-changes", help="Resume with another lr, weight_decay, eps, schedule, max_steps or epochs.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
     trace: _Trace = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,12 @@ def base_of(ready: Ready) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(ready.planned.model_dir, dtype=torch.float32)
 
 
-def steps_in_memory(ready: Ready, model: Any, *, first: int = 0, rate: Callable[[int], float] | None = None) -> Iterator[float]:
-    """The losses of the steps after the first ones. AdamW has seen none. rate: of each step; None: the recipe's."""
+def steps_in_memory(
+    ready: Ready, model: Any, *, first: int = 0, rate: Callable[[int], float] | None = None,
+    before: tuple[int, Mapping[str, Any]] = (0, {}),
+) -> Iterator[float]:  # fmt: skip
+    """The losses of the steps after the first ones. AdamW has seen none. rate: of each step; None: the recipe's; before: of so
+    many steps, the recipe's keys as they were then."""
     recipe, numerics = ready.planned.recipe, ready.planned.plan.numerics
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if (p.dim() > 1) is decayed] for decayed in (True, False)]
@@ -86,8 +90,11 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0, rate: Callable[
             whole += loss.item()
         yield whole
         torch.nn.utils.clip_grad_norm_(trained, recipe.train.clip_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step + 1)
+        steps, keys = before
+        for group, decayed in zip(optimizer.param_groups, (True, False), strict=True):
+            at = recipe.settings() if step >= steps else keys
+            decay = at["optimizer.weight_decay"] if decayed else 0.0
+            group.update(lr=rate(step + 1), eps=at["optimizer.eps"], weight_decay=decay)
         optimizer.step()
         optimizer.zero_grad()
 

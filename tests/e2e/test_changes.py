@@ -40,6 +40,7 @@ def _rate(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int],
     [
         ({"train.max_steps": 9}, ("cosine_with_min_lr", 3e-3, 2, 9)),
         ({"optimizer.lr": 1e-3}, ("cosine_with_min_lr", 1e-3, 2, STEPS)),
+        ({"optimizer.weight_decay": 10.0, "optimizer.eps": 1e-3}, ("cosine_with_min_lr", 3e-3, 2, STEPS)),
         (
             {
                 "train.max_steps": 8,
@@ -49,7 +50,7 @@ def _rate(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int],
             ("linear", 1e-3, 4, 8),  # it is in its warm-up again
         ),
     ],
-    ids=["longer", "another rate", "all of it"],
+    ids=["longer", "another rate", "another decay", "all of it"],
 )
 def test_losses_are_those_of_a_loop_that_changes_the_same(
     changes: dict[str, Any], later: tuple[str, float, int, int], tiers: dict[str, Any], new_project: NewProject, llama: Path
@@ -68,7 +69,12 @@ def test_losses_are_those_of_a_loop_that_changes_the_same(
         _rate("cosine_with_min_lr", peak=3e-3, warmup=2, total=STEPS),
         _rate(name, peak=peak, warmup=warmup, total=total),
     )
-    wanted = list(steps_in_memory(ready, base_of(ready).train(), rate=lambda step: (first if step <= 3 else then)(step)))
+    wanted = list(
+        steps_in_memory(
+            ready, base_of(ready).train(), rate=lambda step: (first if step <= 3 else then)(step),
+            before=(3, ready.planned.manifest.settings or {}),
+        )
+    )  # fmt: skip
     stop(ready, interrupt(5, "forward"))
     losses, _ = train(project)  # the recipe says it, and the state knows
     assert len(losses) == total and losses == pytest.approx(wanted, rel=1e-6)

@@ -125,9 +125,9 @@ def _digest(project: Project) -> dict[str, bytes]:
     [
         ({"train.batch_size": 8}, "batch_size was 4, is 8"),
         (
-            {"train.batch_size": 8, "optimizer.lr": 0.1, "optimizer.eps": 1e-7},
+            {"train.batch_size": 8, "optimizer.lr": 0.1, "optimizer.betas": [0.9, 0.99]},
             "train.batch_size was 4, is 8; they decide the bits of every step; "
-            "and optimizer.lr was 0.003, is 0.1; optimizer.eps was",
+            "and optimizer.lr was 0.003, is 0.1; optimizer.betas was",
         ),
         ({"train.micro_batch_size": 4}, "micro_batch_size was 2, is 4"),
         ({"train.threads": 2}, "threads was 1, is 2"),
@@ -137,8 +137,11 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"optimizer.state_dtype": "int8"}, "optimizer.state_dtype was float32, is int8"),
         ({"optimizer.name": "lion"}, "optimizer.name was adamw, is lion"),
         ({"seed": 1}, "seed was 42, is 1"),
-        ({"optimizer.weight_decay": 0.0}, "optimizer.weight_decay was 0.1, is 0.0; momentum"),
-        ({"optimizer.lr": 0.1, "optimizer.eps": 1e-7}, "optimizer.lr was 0.003, is 0.1; optimizer.eps was 1e-08, is 1e-07"),
+        ({"optimizer.betas": [0.9, 0.99]}, "optimizer.betas was [0.9, 0.95], is [0.9, 0.99]; momentum"),
+        (
+            {"optimizer.lr": 0.1, "optimizer.betas": [0.8, 0.95]},
+            "optimizer.lr was 0.003, is 0.1; optimizer.betas was [0.9, 0.95], is [0.8, 0.95]",
+        ),
         ({"train.clip_grad_norm": 1.0}, "train.clip_grad_norm was 0.5, is 1.0"),
         ({"train.clip_grad_norm": None}, "train.clip_grad_norm was 0.5, is null"),
         ({"dataset.shuffle": False}, "dataset.shuffle was true, is false"),

@@ -53,7 +53,8 @@ _OF_A_PLACE = (
     "train.peer_timeout", "train.parallel",
 )  # fmt: skip
 # Keys that a run may go on with at another value; what is under the first of them changes its steps, so it has to be accepted.
-RATES = ("optimizer.lr", "lr_scheduler", "train.max_steps", "train.epochs")
+_SCHEDULE = ("lr_scheduler", "train.max_steps", "train.epochs")
+RATES = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", *_SCHEDULE)  # each update takes them as they are
 _FREE = (
     "train.max_time",
     "train.skip_nonfinite",
@@ -81,7 +82,7 @@ _ROWS = "the rows that are left depend on it"
 _ORIGIN = ("model.name_or_path", "model.revision")
 _SUBJECTS = {
     "optimizer": _Subject("optimizer", ("optimizer",), "momentum and variance were made with it"),
-    "schedule": _Subject("the learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)", RATES[1:]),
+    "schedule": _Subject("the learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)", _SCHEDULE),
     "clipping": _Subject("train.clip_grad_norm", ("train.clip_grad_norm",), "all of a run's gradients are clipped alike"),
     "attention": _Subject("model.attn_implementation", ("model.attn_implementation",), _BITS),
     "kernels": _Subject("model.kernels", ("model.kernels",), _BITS),
