@@ -232,6 +232,8 @@ def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, samplin
             raise ValueError("a stop string is empty, and every text ends with nothing")
         if (folder / _SETTINGS).is_file():
             _try(config, model, tokeniser)
+        # A least length beyond what is asked for: then each text is as long as asked.
+        warnings.filterwarnings("ignore", "Unfeasible length constraints")
         return config
 
 

@@ -119,6 +119,17 @@ def test_settings_that_transformers_refuses(
     assert said.out == "" and str(folder / "generation_config.json") in said.err and "internal" not in said.err
 
 
+@pytest.mark.parametrize("key", ["min_length", "min_new_tokens"])
+def test_a_least_length_beyond_what_is_asked_for(
+    key: str, materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    """Is no matter for a warning of the library's, which names a place in it."""
+    folder = with_settings(materials, tmp_path / "model", {key: 1000})
+    assert fuyou("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", "4", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 4
+    assert not [one for one in recwarn if "Unfeasible" in str(one.message)]
+
+
 def test_a_prompt_that_is_read_in_pieces(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Is read at once, which memory is planned for: the text is the same."""
     folder = with_settings(materials, tmp_path / "model", {"prefill_chunk_size": 2})
