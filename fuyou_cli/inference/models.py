@@ -28,13 +28,14 @@ from fuyou_cli.engine.processor import slow_bfloat16
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build, load_config
 from fuyou_cli.recipe.schema import MemoryLimit
 from fuyou_cli.spec.model import InPlace, Piece
+from fuyou_cli.training.evaluation import kept_step
 from fuyou_cli.training.exporting import READ_ARENA, MergedWeights, StoreWeights, as_trained, left_alone
 from fuyou_cli.training.in_place_files import GPU_ALIGNMENT, addresses, lying_in
 from fuyou_cli.training.numerics import for_tensors
 from fuyou_cli.training.quantised_weights import DecodingReader
 from fuyou_cli.training.run_log import LOG, saved_of
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import SavedStore, at_rest, find_store, whole_store
+from fuyou_cli.training.state.at_rest import SavedStore, at_rest, find_saved_store, find_store, whole_store
 from fuyou_cli.training.state.kept_companions import kept_adapter, kept_companions
 from fuyou_cli.training.state.manifest import Manifest
 
@@ -106,7 +107,24 @@ def open_source(
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = resolve(source, trust_remote_code=trusted, say=say, progress=progress)
-    return find(folder, dtype=dtype, attention=attention, trusted=trusted)
+    found = find(folder, dtype=dtype, attention=attention, trusted=trusted)
+    if found.store is None and found.folder != folder and (note := _note_of_a_newer_state(folder, found.folder)):
+        say(note)
+    return found
+
+
+def _note_of_a_newer_state(output_dir: Path, exported: Path) -> str | None:
+    """Returns a note if the store of a run holds a newer state than the model that was exported into its output folder."""
+    with suppress(UsageError):  # the store is not what is read
+        if (store := saved_of(output_dir)) is None or (saved := find_saved_store(store)) is None:
+            return None
+        step, newest = kept_step(exported), saved.manifest.step
+        if step is not None and step < newest:
+            return (
+                f"note: reading {exported}, which was exported after step {step}; the run has saved step {newest} since: name "
+                f"{store} to read that, or export it"
+            )
+    return None
 
 
 def cut_to_fit(found: FoundModel, memory: int) -> FoundModel:

@@ -19,15 +19,15 @@ from fuyou_cli.core.units import MiB
 from fuyou_cli.data.batches import lay_out
 from fuyou_cli.engine.forward_only import GenerationMemory, StreamedLosses, Visited
 from fuyou_cli.inference.evaluating import room_of
-from fuyou_cli.inference.models import Budget, find, open_for_inference
+from fuyou_cli.inference.models import Budget, find, open_for_inference, open_source
 from fuyou_cli.inference.prompting import Generator, left_for_weights
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.run_log import JsonlLog
 from fuyou_cli.training.state.at_rest import find_store
 
-from .conftest import NewProject, WholeOf, write_llama
-from .running import exported
+from .conftest import NewProject, Project, WholeOf, write_llama
+from .running import STEPS, exported, store_of, train
 
 IDS = torch.arange(3, 43).view(2, 20)
 ROWS = Labelled(IDS.tolist(), [20, 20])
@@ -190,6 +190,22 @@ def test_an_output_folder_whose_store_lies_elsewhere(new_project: NewProject, tm
     ):
         project.done(*words)
     assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_an_export_that_is_older_than_the_saved_state_is_said_to_be(stopped: Project) -> None:
+    """By whatever opens the run's output folder: it reads the export. Not of a store or a model that is named."""
+    store, said = store_of(stopped), list[str]()
+    exported(store, stopped.out / "model")
+    assert open_source(str(stopped.out), say=said.append).folder == stopped.out / "model" and said == []
+    train(stopped)
+    for source in (store, stopped.out / "model"):
+        open_source(str(source), say=said.append)
+    assert said == []
+    done = stopped.done("generate", stopped.out, "--prompt", "The road", "--max-new-tokens", "1")
+    told = (
+        f"reading {stopped.out / 'model'}, which was exported after step 2; the run has saved step {STEPS} since: name {store}"
+    )
+    assert told in " ".join(done.stderr.split())
 
 
 def test_a_run_that_has_not_exported_is_told_from_a_folder_without_a_model(tmp_path: Path) -> None:
