@@ -242,6 +242,19 @@ def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, 
     assert train(project)[0] == whole().losses
 
 
+def test_a_store_whose_manifests_are_gone_is_not_written_over_without_a_word(stopped: Project, whole: WholeOf) -> None:
+    """It cannot go on, and starts over."""
+    store = store_of(stopped)
+    for name in (manifests.NAME, manifests.BEFORE):
+        (store / name).unlink()
+    said: list[str] = []
+    assert train(prepared_run(stopped, say=said.append))[0] == whole().losses
+    (note,) = (text for text in said if "no saved state" in text)
+    assert f"{store / 'store.bin'} holds data but no saved state" in note and "starting over" in note
+    prepared_run(stopped, say=said.append)
+    assert sum("no saved state" in text for text in said) == 1
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_file_with_a_second_name_is_not_written_over(resume: str, new_project: NewProject, tmp_path: Path) -> None:
     project = new_project("linked", {"train.max_steps": STEPS, "checkpoint.resume": resume})

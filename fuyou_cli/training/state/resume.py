@@ -165,12 +165,12 @@ def find_saved(resume: str, directories: Sequence[Path], *, count: int = 1, say:
         what = "there is no saved run" if manifest is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
     if saved is None or manifest is None:
-        _check_free(directories, being_filled=())
+        _check_free(directories, being_filled=(), say=say)
         _check_moved(source.parent)
         return None
     if manifest.state == "loading":
         refuse_in_use(manifest)
-        _check_free(directories, being_filled=manifest.files)
+        _check_free(directories, being_filled=manifest.files, say=say)
         return None
     if (was := 1 if manifest.share is None else manifest.share.count) != count:
         raise of_another_count(was, folder=str(source), now=count)
@@ -220,8 +220,9 @@ def _check_parts(saved: Manifest) -> None:
             raise _kept(f"the saved run cannot be resumed: {path} belongs to another run now", "put a copy back")
 
 
-def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> None:
-    """Checks that nothing in these folders belongs to a saved run that a new one would destroy.
+def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str], say: Say) -> None:
+    """Checks that nothing in these folders belongs to a saved run that a new one would destroy. Says where data is written over
+    whose manifests are gone.
 
     `being_filled`: files of a run that was killed while it loaded. They may have no part file yet, and some file systems do not
     tell reserved room from data.
@@ -239,8 +240,11 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> 
             raise _kept(f"{part_file} is damaged", "put it back")
         first = Path(part.first)
         owner, _ = manifests.newest(first)
-        if owner is None and status_of(first) is not None:
-            continue  # the run was removed
+        if owner is None and status_of(first) is not None:  # the run was removed, or killed as it began
+            if _holds_data(store):
+                gone = f"{manifests.NAME} and {manifests.BEFORE} are not in {first}"
+                say(f"note: {store} holds data but no saved state, as {gone}: starting over at step 1, which writes over it")
+            continue
         if owner is not None and (owner.run != part.run or owner.state != "committed"):
             continue
         step = f"after step {owner.step}" if owner is not None else f"whose manifest was in {first}"
