@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fuyou_cli.core.disk import unusable
+from fuyou_cli.core.disk import file_size, status_of, unusable
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object, shown
-from fuyou_cli.core.paths import is_file
 from fuyou_cli.spec.packed_tensors import CONFIG_KEY
 
 from .header import TensorEntry, parse_file
@@ -49,16 +48,17 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """Opens the checkpoint in `directory`: one model.safetensors, or an index with its shards.
 
     Raises UsageError naming the file or tensor: no weights or only pickled ones; a shard that is missing, named twice, damaged
-    or outside the directory; a tensor in two shards, in none, or in another shard than the index says.
+    or outside the directory; a tensor in two shards, in none, or in another shard than the index says. Raises UnreadableError
+    where a drive or a permission hides a file.
     """
     if not directory.is_dir():
         raise UsageError(f"{directory}: no such directory", hint="give the directory that holds config.json")
     from .quantised_files import with_quantised  # numpy
 
-    if os.path.lexists(directory / SINGLE_NAME):
+    if status_of(directory / SINGLE_NAME, follow=False) is not None:
         file = inside(directory, SINGLE_NAME)
         checkpoint = Checkpoint(directory=directory, entries=parse_file(file).entries)
-    elif os.path.lexists(directory / INDEX_NAME):
+    elif status_of(directory / INDEX_NAME, follow=False) is not None:
         checkpoint = _open_sharded(directory, shard_map(directory))
     else:
         raise _no_weights(directory)
@@ -66,10 +66,12 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether all files with a model's weights are there."""
-    if is_file(directory / SINGLE_NAME):
+    """Whether all files with a model's weights are there. Raises UnreadableError where nobody can tell now."""
+    if file_size(directory / SINGLE_NAME) is not None:
         return True
-    return is_file(directory / INDEX_NAME) and all(is_file(directory / name) for name in set(shard_map(directory).values()))
+    if file_size(directory / INDEX_NAME) is None:
+        return False
+    return all(file_size(directory / name) is not None for name in set(shard_map(directory).values()))
 
 
 def shard_map(directory: Path) -> dict[str, str]:
@@ -94,7 +96,7 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
     index = directory / INDEX_NAME
     shard_names = sorted(set(weight_map.values()))
     shards = {name: inside(directory, name, missing_ok=True) for name in shard_names}
-    missing = [name for name in shard_names if not is_file(shards[name])]
+    missing = [name for name in shard_names if file_size(shards[name]) is None]
     if missing:
         raise UsageError(
             f"{directory}: {len(missing)} of {len(shard_names)} shards are missing: {name_list(missing)}",

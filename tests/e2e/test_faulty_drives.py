@@ -22,7 +22,7 @@ from drawn import every, quick_and_slow
 from faulty_drive import WITHOUT, FaultyDrive, faulty_drive
 from proof.nursery import Nursery
 
-from fuyou_cli.checkpoint.files import open_checkpoint
+from fuyou_cli.checkpoint.files import INDEX_NAME, has_weights, open_checkpoint
 from fuyou_cli.checkpoint.reader import weights_mark
 from fuyou_cli.core.errors import FuyouError, UnreadableError, UsageError
 from fuyou_cli.core.json_files import find_text
@@ -208,6 +208,24 @@ def test_weights_that_cannot_be_read_now_have_the_remedy_of_their_drive(
         with pytest.raises(UnreadableError) as refused:
             use()
         assert file.name in refused.value.message and "dmesg" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_that_cannot_be_looked_up_are_not_said_to_be_missing(
+    sharded: bool, model_on_drive: Path, drive: FaultyDrive
+) -> None:
+    """Nor is a model fetched that may be here."""
+    if sharded:
+        weight_map = dict.fromkeys(open_checkpoint(model_on_drive).entries, "model-1.safetensors")
+        (drive.behind / "model/model.safetensors").rename(drive.behind / "model/model-1.safetensors")
+        (drive.behind / "model" / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    assert has_weights(model_on_drive) and open_checkpoint(model_on_drive).entries
+    for name in ("model-1.safetensors", INDEX_NAME) if sharded else ("model.safetensors",):
+        drive.fault(*WITHOUT, f"LOOKUP {name} EACCES")
+        for use in (open_checkpoint, has_weights):
+            with pytest.raises(UnreadableError, match=f"{name}: cannot be read: Permission denied") as refused:
+                use(model_on_drive)
+            assert "permissions" in str(refused.value.hint), use
 
 
 def test_what_a_store_keeps_of_its_model_and_cannot_be_read_now(
