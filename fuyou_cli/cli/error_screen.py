@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-from fuyou_cli.core.disk import remedy
+from fuyou_cli.core.disk import REMEDIES, remedy
 from fuyou_cli.core.errors import NO_THREADS, FuyouError, Interrupted
 
 from .console import styled, write_status
@@ -36,6 +36,7 @@ REMOVED_OPTIONS = {  # by the command that had them: what to do instead
 REMOVED_OPTIONS["plan", "--out"] = REMOVED_OPTIONS["plan", "-o"]
 _NO_THREAD = "cannot start another thread or process"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OPEN_FILES = re.compile(rf"{os.strerror(errno.EMFILE)}(?! in)")  # not ENFILE, "... in system"
 
 
 def report(error: BaseException) -> int:
@@ -77,8 +78,11 @@ def report_usage(error: Exception, words: Sequence[str]) -> int:
 
 def _explained(error: BaseException) -> tuple[str, str | None, int]:
     """Returns the message, the hint and the exit code."""
+    raise_limit = REMEDIES[errno.EMFILE] if _is_out_of_files(error) else ""  # whatever else its reader or writer advises
     if isinstance(error, FuyouError):
-        return error.message, error.hint, error.exit_code
+        return error.message, error.hint if raise_limit in (error.hint or "") else raise_limit, error.exit_code
+    if raise_limit:
+        return _text(error), raise_limit, FAILED
     torch = sys.modules.get("torch")  # not imported for this: the device's error has a class, the host's only a text
     on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
     on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -107,6 +111,13 @@ def _is_out_of_threads(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.EAGAIN and error.filename is None
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
+
+def _is_out_of_files(error: BaseException | None) -> bool:
+    """Recognises the limit on open files as the cause of an error, of a library's too."""
+    while error is not None and not _OPEN_FILES.search(str(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _may_start_threads() -> bool:

@@ -27,6 +27,7 @@ REMEDIES = {  # errno -> what to do about a file that cannot be used
     errno.EUCLEAN: "the file system is damaged: look at `dmesg`, unmount it and check it (fsck)",
     errno.EROFS: "the file system is read-only: `dmesg` may say since when and why",
     errno.EACCES: "check the permissions of its folder",
+    errno.EMFILE: "raise `ulimit -n`",
     errno.EFBIG: "the file is too large: check `ulimit -f` and the limit of the file system (4 GiB for FAT)",
     errno.EPERM: "look at what is there, and move it away",
     errno.EDQUOT: "your disk quota is used up (`quota` shows it): remove files of yours there, or have it raised",

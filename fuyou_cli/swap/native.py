@@ -51,7 +51,6 @@ _HINTS = REMEDIES | {
     errno.ESTALE: "the file was moved or removed, or its drive was unmounted, while the run used it: put it back; the "
     "last commit is still in it",
     errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",
-    errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ECANCELED: "the daemon stopped before it finished this request",
     errno.ELOOP: "the store's file must not be a symbolic link: remove the link, or point offload.dir at its target",
 }

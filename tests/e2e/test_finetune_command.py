@@ -196,6 +196,18 @@ def test_a_limit_on_processes_is_told(most: int, threads: int, new_project: NewP
     assert done.returncode == 0 or "ulimit -u" in " ".join(done.stderr.split()), done.stderr
 
 
+def test_a_limit_on_open_files_is_told(new_project: NewProject) -> None:
+    """Whichever file is one too many, of ours or of a library."""
+    project, codes = new_project(changes={"train.max_steps": 3}), set[int]()
+    for most in (12, 14, 18):
+        words = ["prlimit", f"--nofile={most}", *project.command("finetune", project.recipe, "checkpoint.resume=never")]
+        done = subprocess.run(words, env=project.environment(), capture_output=True, text=True, check=False)
+        codes.add(done.returncode)
+        assert "internal error" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 0 or "help: raise `ulimit -n`" in done.stderr, (most, done.stderr)
+    assert codes != {0}
+
+
 @pytest.mark.slow
 def test_names_that_the_locale_does_not_have(new_project: NewProject) -> None:
     """Runs in a folder of this name where Python takes names for ASCII, and in one whose name is no text at all."""
