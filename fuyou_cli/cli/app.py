@@ -441,7 +441,9 @@ def verify(
 
 @app.command()
 def clean(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of stores (offload.dir), or one store.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of stores (offload.dir), one store, or a run's output_dir.")
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove store files from a drive.

@@ -11,17 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fuyou_cli.checkpoint.hub import Hub
-from fuyou_cli.core.disk import REMEDIES
+from fuyou_cli.core.disk import REMEDIES, status_of
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.json_files import one_line
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.recipe.named import shipped_recipes
-from fuyou_cli.training.run_log import History, find_log, finite, read_history
+from fuyou_cli.training.run_log import History, find_log, finite, read_history, saved_of
 from fuyou_cli.training.state.kept_companions import kept_adapter
 from fuyou_cli.training.state.manifest import BEFORE
 from fuyou_cli.training.state.manifest import NAME as MANIFEST
-from fuyou_cli.training.state.store_folders import StoreFiles, find_manifests, find_unnamed, read_part, read_store, remove_store
+from fuyou_cli.training.state.store_folders import (
+    StoreFiles,
+    find_manifests,
+    find_unnamed,
+    name_of_run,
+    of_any_count,
+    read_part,
+    read_store,
+    remove_store,
+    unranked,
+)
 
 from .console import agreed, result_console, status_console, write_json, write_last_result, write_result, write_status
 from .recipe_commands import loaded_with_notes
@@ -167,7 +177,7 @@ def _as_data(state: Verified) -> dict[str, object]:
 
 def run_clean(directory: Path, *, yes: bool) -> None:
     """Shows the stores in `directory` and removes their files if the user agrees. Raises FuyouError if a store is left."""
-    stores = [read_store(manifest) for manifest in find_manifests(directory)]
+    stores = [read_store(manifest) for manifest in find_manifests(directory) or _manifests_of_output(directory)]
     unnamed = find_unnamed(directory, stores)
     for store in stores:
         _show_store(store)
@@ -183,6 +193,18 @@ def run_clean(directory: Path, *, yes: bool) -> None:
         raise FuyouError(f"{len(stores) - len(removable)} of {len(stores)} stores were not removed, see above")
     if not stores:
         raise UsageError(f"no store under {directory}: no {MANIFEST} in it or one level below")
+
+
+def _manifests_of_output(directory: Path) -> list[Path]:
+    """Finds the manifests of the run with this output_dir, of all its ranks, wherever they are. Raises UsageError where it is a
+    copy of another output_dir, or was moved."""
+    if (store := saved_of(directory)) is None:
+        return []
+    if unranked(store).name != name_of_run(directory):
+        raise UsageError(
+            f"no store under {directory}: {store} is of a run with another output_dir", hint=f"name it: fuyou clean {store}"
+        )
+    return [folder / MANIFEST for folder in of_any_count(store) if status_of(folder / MANIFEST) is not None]
 
 
 def _show_store(store: StoreFiles) -> None:

@@ -6,7 +6,6 @@ UsageError. Cheap steps come first, and nothing of the run is written before it 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +42,7 @@ from .state.resume import (
     settings_of,
     steps_left,
 )
-from .state.store_folders import of_any_count, of_rank
+from .state.store_folders import name_of_run, of_any_count, of_rank
 from .stored_quantised import as_stored, check_planned
 
 if TYPE_CHECKING:
@@ -297,8 +296,7 @@ def _check_backend(recipe: Recipe) -> None:
 def run_directories(recipe: Recipe, *, rank: int = 0, count: int = 1, replica: int = 0) -> tuple[Path, ...]:
     """Returns the folders of this run's store, one per striped directory. Their name is readable and unique to the
     output_dir, to the `rank` of `count`, and to a `replica` but the first, whose folders are the run's."""
-    out = folder(recipe.output_dir, key="output_dir").resolve()
-    name = f"{out.name}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:8]}"
+    name = name_of_run(folder(recipe.output_dir, key="output_dir"))
     name += of_rank(rank, count) if count > 1 else ""
     name += f".replica{replica}" if replica else ""
     found: dict[Path, Path] = {}

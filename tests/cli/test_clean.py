@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from fuyou_cli.cli import stores
 from fuyou_cli.cli.stores import run_clean
 from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.training.run_log import JsonlLog
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, NAME, VERSION
-from fuyou_cli.training.state.store_folders import find_manifests, read_store
+from fuyou_cli.training.state.store_folders import find_manifests, name_of_run, of_rank, read_store
 
 TEMPLATES = "additional_chat_templates"
 
@@ -48,6 +50,24 @@ def test_named_files_go_and_everything_else_stays(tmp_path, fuyou):
     assert f"{one}  (8,192 bytes)" in done.stdout
     assert not one.exists() and not two.exists() and not part.exists() and not manifest.exists()
     assert other.exists() and (tmp_path / "b" / "run").is_dir()
+
+
+@pytest.mark.parametrize("place", ["out/store", "drive"])
+def test_the_store_of_an_output_folder_wherever_it_is(tmp_path, capsys, place):
+    """All of its ranks'; not that of the output folder that it is a copy of."""
+    out = tmp_path / "out"
+    homes = [tmp_path / place / f"{name_of_run(out)}{of_rank(rank, 2)}" for rank in range(2)]
+    for home in homes:
+        make_store(home, files=[make_file(home / "store.bin")])
+    out.mkdir(exist_ok=True)
+    with JsonlLog(out / "log.jsonl") as log:
+        log.write("plan", {"store": str(homes[0])})
+    shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("store"))
+    with pytest.raises(UsageError, match=f"{homes[0]} is of a run with another output_dir") as told:
+        run_clean(tmp_path / "copy", yes=True)
+    assert told.value.hint == f"name it: fuyou clean {homes[0]}" and all((home / NAME).exists() for home in homes)
+    run_clean(out, yes=True)
+    assert not any(path.is_file() for home in homes for path in home.glob("*")) and (out / "log.jsonl").exists()
 
 
 def test_without_a_terminal_it_does_not_guess(tmp_path, fuyou):

@@ -65,6 +65,12 @@ class StorePart:
     first: str
 
 
+def name_of_run(output_dir: Path) -> str:
+    """Returns the name of the folders of the store of a run with this output_dir: readable, and of no other one."""
+    out = output_dir.resolve()
+    return f"{out.name}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:8]}"
+
+
 _OF_RANK = re.compile(r"\.r[0-9]+of([0-9]+)$")
 
 
