@@ -265,7 +265,7 @@ def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
     return min(1.0, (1 - hardware.shared_compute) / hardware.shared_adamw)
 
 
-def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
+def copied_bytes(costs: Costs, visits: tuple[Visit, ...], *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
     """Returns bytes of one step to a device with memory of its own, and back from it."""
     model, numerics, again = costs.model, costs.numerics, costs.sweeps - 1
     gradients = [stage.gradient_bytes(numerics.accumulate_dtype) for stage in model.stages]
@@ -275,7 +275,7 @@ def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePl
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))
     boundary = costs.boundary
     moved = [_crossing(costs, visit, stages[visit.stage]) for visit in visits]
-    weights = sum(model.stages[owner].weight_bytes * often for owner, often in uploads(model, visits, stages).items())
+    weights = sum(model.stages[owner].weight_bytes * often for owner, often in uploads(costs, visits, stages).items())
     resumed, brought = shared + again * (sum(leaving) + shared), (1 + again) * (sum(leaving) + shared)
     to_device = weights + resumed + boundary * sum(into for into, _ in moved)
     to_host = brought + boundary * sum(back for _, back in moved)
@@ -284,8 +284,12 @@ def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePl
     return to_device + kept * often, to_host + kept
 
 
-def uploads(model: ModelSpec, visits: Sequence[Visit], stages: tuple[StagePlan, ...]) -> dict[int, int]:
+def uploads(costs: Costs, visits: tuple[Visit, ...], stages: tuple[StagePlan, ...]) -> dict[int, int]:
     """Returns, by stage, how often a step uploads its weights (of one generation)."""
+    return costs.once("uploads", visits, stages, partial(_uploads, costs.model, visits, stages))
+
+
+def _uploads(model: ModelSpec, visits: Sequence[Visit], stages: Sequence[StagePlan]) -> dict[int, int]:
     side, times = DeviceSide(model, stages), dict.fromkeys(range(len(stages)), 0)
     begun = 0
 

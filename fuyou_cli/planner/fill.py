@@ -14,6 +14,7 @@ from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
 from .bound import uploads
 from .boundary_layout import OUTPUT_ALIGN, RECORD_ALIGN, Kept, device_bytes
+from .costs import Costs
 from .device import WEIGHTS_ON_DEVICE, stages_at_turn
 from .layout import ARENA_UNIT, Homes, Layout, SharedSizes, may_take_turns, need_rest
 from .memory import device_memory, most_needed, update_scratch
@@ -347,16 +348,18 @@ def _by_traffic(model: ModelSpec, every: list[int]) -> list[int]:
 
 
 def with_homes_on_device(
-    model: ModelSpec, request: PlanRequest, schedule: Schedule, stages: tuple[StagePlan, ...]
+    costs: Costs, request: PlanRequest, schedule: Schedule, stages: tuple[StagePlan, ...]
 ) -> tuple[StagePlan, ...]:
     """Lets weights that rest in RAM also stay on the device, as far as it has room beside all else. Weights that would be
     uploaded most often come first. It takes no room from anything else, so the plan is no slower. It changes nothing that the
     recipe pins, and keeps nothing on a device whose memory is not known."""
     if request.device == "cpu" or request.gpu_budget is None or request.weights is not None:
         return stages
-    sizes = [stage.weight_bytes for stage in model.stages]
-    uploaded_again = {owner: times for owner, times in uploads(model, schedule.visits, stages).items() if times > 1}
+    model, sizes = costs.model, [stage.weight_bytes for stage in costs.model.stages]
+    uploaded_again = {owner: times for owner, times in uploads(costs, schedule.visits, stages).items() if times > 1}
     movable = [owner for owner in uploaded_again if stages[owner].weights == "cpu"]
+    if not movable:
+        return stages
     order = sorted(movable, key=lambda owner: (-uploaded_again[owner], sizes[owner], owner))
     turning = [size for owner, size in enumerate(sizes) if owner not in movable and stages[owner].weights != "gpu"]
     streamed = max(turning, default=0)
@@ -367,5 +370,6 @@ def with_homes_on_device(
         count -= 1
         homes -= sizes[order[count]]
         streamed = max(streamed, sizes[order[count]])
-    chosen = set(order[:count])
+    if not (chosen := set(order[:count])):
+        return stages
     return tuple(replace(stage, weights="gpu") if stage.stage in chosen else stage for stage in stages)

@@ -139,7 +139,7 @@ class Placing:
             norm_first=bool(asked.norm_first),
             fill=self.costs.fill,
         )
-        spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
+        spans = replace(spans, stages=with_homes_on_device(self.costs, asked, schedule, spans.stages))
         plan = _plan_of(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
         return self._with_bounds(plan, schedule) if at_most_one else self._with_apart_commits(asked, plan, schedule)
 

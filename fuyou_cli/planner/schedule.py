@@ -102,6 +102,7 @@ def expand(
         first.setdefault(owner, index)
         last[owner] = index
     kept, before = _kept(model, stages, [owner for _, _, _, owner in order], lookahead), dict(last)
+    updates = _updates(model, stages, first, last)
     common: dict[tuple[Pass, int, bool], _Common] = {}  # of the visits of all sweeps
     visits: list[Visit] = []
     for index, (sweep, phase, stage, owner) in enumerate(order):
@@ -116,7 +117,7 @@ def expand(
                 owner,
                 index in kept and not kept[before[owner]],  # fetch
                 kept.get(index, False),  # keep
-                _update(model, stages, owner, is_first=first[owner] == index, is_last=last[owner] == index),
+                updates.get(index, "none"),
                 alike.stash,
                 alike.take,
                 alike.sum_gradients,
@@ -236,16 +237,19 @@ def _kept(model: ModelSpec, stages: tuple[StagePlan, ...], owners: Sequence[int 
     return kept
 
 
-def _update(
-    model: ModelSpec, stages: tuple[StagePlan, ...], owner: int | None, *, is_first: bool, is_last: bool
-) -> Literal["none", "before", "after"]:
-    """Whether AdamW runs before this visit (if deferred: before its first of the step) or after it (its last), or
-    neither."""
-    if owner is None or model.stages[owner].trained == 0:
-        return "none"
-    if stages[owner].deferred:
-        return "before" if is_first else "none"
-    return "after" if is_last else "none"
+def _updates(
+    model: ModelSpec, stages: tuple[StagePlan, ...], first: dict[int | None, int], last: dict[int | None, int]
+) -> dict[int, Literal["before", "after"]]:
+    """Tells, by visit, whether AdamW runs before it (if deferred: before an owner's first of the step) or after it (its
+    last)."""
+    updates: dict[int, Literal["before", "after"]] = {}
+    for owner in first:
+        if owner is not None and model.stages[owner].trained:
+            if stages[owner].deferred:
+                updates[first[owner]] = "before"
+            else:
+                updates[last[owner]] = "after"
+    return updates
 
 
 def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> float:
