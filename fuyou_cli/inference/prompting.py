@@ -21,7 +21,7 @@ from fuyou_cli.engine.attention import alike, turns
 from fuyou_cli.engine.forward_only import GenerationMemory, Visited, generation_code, passing, prompt_step, room
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.spec.plan import rounded_up
-from fuyou_cli.training.fixed_prompts import Continued, Sampling, continued, settings
+from fuyou_cli.training.fixed_prompts import Continued, Sampling, continued, naming_settings, settings
 
 from .models import Budget, FoundModel, Opened, cut_to_fit, open_for_inference, open_source
 
@@ -140,6 +140,7 @@ def generator(
         except PlanError as error:
             process = f"the process itself takes {gib(budget.process + _UNMEASURED)}"
             raise PlanError(f"does not fit {gib(ram)}: {error.message}; {process}", hint=_smaller(most, needed)) from None
+        stack.enter_context(naming_settings(opened.weights.anatomy.model, found.folder))
         model = stack.enter_context(passing(opened.weights))
         yield Generator(model, tokeniser, config, opened)
 

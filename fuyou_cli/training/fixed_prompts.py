@@ -11,22 +11,25 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..core.errors import UsageError
+from ..core.json_files import read_object
 from ..core.paths import expanded
 from ..data.batches import Sequences, lay_out
 from ..data.cache import prompt_ids, read_template
 from ..data.reading import said, written
 from ..data.sandbox import LibraryErrors
-from ..data.tokenise import Tokeniser, load_tokenizer
+from ..data.tokenise import LARGEST_SETTINGS, Tokeniser, load_tokenizer
 from ..engine.attention import alike
 from ..engine.cutting import holding
 from ..engine.forward_only import ForwardOnly
@@ -38,6 +41,7 @@ from .report import SampleReport
 KEY = "eval.samples.prompts"
 _OF_A_CHOICE = 16  # bytes per row and token of the vocabulary: logits and what transformers makes of them
 _SETTINGS = "generation_config.json"
+_MOST_KEYS = 256  # of that file: transformers knows 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,7 @@ class FixedPrompts:
     new: int  # tokens to write after each, at most
     tokeniser: Tokeniser
     config: GenerationConfig
+    model_dir: Path  # whose file of settings `config` goes by
 
 
 def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, tokenizer_dir: Path) -> FixedPrompts | None:
@@ -84,7 +89,9 @@ def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, to
         ids.append(tuple(ids_of))
     config = settings(model_dir, model, tokeniser, Sampling())
     config.update(max_new_tokens=asked.max_new_tokens, use_cache=False)
-    return FixedPrompts(texts=asked.prompts, ids=tuple(ids), new=asked.max_new_tokens, tokeniser=tokeniser, config=config)
+    return FixedPrompts(
+        texts=asked.prompts, ids=tuple(ids), new=asked.max_new_tokens, tokeniser=tokeniser, config=config, model_dir=model_dir
+    )
 
 
 def rows_at_once(model: ModelSpec, *, most: int, vocabulary: int) -> int:
@@ -137,7 +144,7 @@ class Continuations:
         called, embedding = copy.copy(self._model), self._model.get_input_embeddings()
         called.forward = self._step(padding.tolist(), longest + new)
         nowhere = torch.empty(0, embedding.embedding_dim)  # `generate` sends ids to where the first parameter rests
-        with holding(embedding, nowhere, padding=None):
+        with holding(embedding, nowhere, padding=None), naming_settings(called, prompts.model_dir):
             grown: torch.Tensor = called.generate(
                 input_ids=given, attention_mask=mask, generation_config=prompts.config,
                 tokenizer=prompts.tokeniser.tokenizer,
@@ -220,8 +227,8 @@ def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, samplin
     asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
     known = {name: value for name, value in asked.items() if value is not None or not sampling.draws}
     pad = tokeniser.pad_id if tokeniser.pad_id < model.get_input_embeddings().num_embeddings else 0  # nothing attends to it
-    with refused_settings(folder):
-        config = own_settings(folder, model)
+
+    def tried(config: GenerationConfig) -> GenerationConfig:
         config.update(
             **known, do_sample=sampling.draws, num_beams=1, num_return_sequences=1, cache_implementation=None, use_cache=True,
             max_length=None, pad_token_id=pad, return_dict_in_generate=False, prefill_chunk_size=None,
@@ -236,11 +243,29 @@ def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, samplin
         warnings.filterwarnings("ignore", "Unfeasible length constraints")
         return config
 
+    with refused_settings(folder, lambda: _refused_key(folder / _SETTINGS, tried)):
+        return tried(own_settings(folder, model))
 
-def refused_settings(folder: Path) -> LibraryErrors:
-    """Names the file of settings in whatever transformers raises about them."""
+
+def refused_settings(folder: Path, key: Callable[[], str] = str) -> LibraryErrors:
+    """Names the file of settings in whatever transformers raises about them, and what `key` finds to be the cause."""
     file, hint = folder / _SETTINGS, "correct the file, or remove it"
-    return LibraryErrors(lambda why: UsageError(f"{file}: cannot be used: {why}", hint=hint))
+
+    def as_error(why: str) -> UsageError:
+        named = key()
+        return UsageError(f"{file}: {named}{' ' * bool(named)}cannot be used: {why}", hint=hint)
+
+    return LibraryErrors(as_error)
+
+
+def _refused_key(file: Path, tried: Callable[[GenerationConfig], GenerationConfig]) -> str:
+    """Finds the key of a file of settings without which they are not refused. Empty where there is no single one."""
+    given = read_object(file, limit=LARGEST_SETTINGS, finite=False)
+    for key in sorted(given)[:_MOST_KEYS]:
+        with suppress(ValueError), LibraryErrors(ValueError):
+            tried(GenerationConfig.from_dict({other: value for other, value in given.items() if other != key}))
+            return key
+    return ""
 
 
 def own_settings(folder: Path, model: PreTrainedModel) -> GenerationConfig:
@@ -268,3 +293,30 @@ def _try(config: GenerationConfig, model: PreTrainedModel, tokeniser: Tokeniser)
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # of lengths, which are not those of the run
         called.generate(input_ids=torch.zeros(1, 1, dtype=torch.long), generation_config=tried, tokenizer=tokeniser.tokenizer)
+
+
+@contextmanager
+def naming_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Names the file of settings inside, where one fails at a later token than was tried."""
+    own = model._get_logits_processor
+
+    def processors(*args: Any, **kwargs: Any) -> LogitsProcessorList:
+        return _Named(folder, own(*args, **kwargs))
+
+    vars(model)["_get_logits_processor"] = processors
+    try:
+        yield
+    finally:
+        del vars(model)["_get_logits_processor"]
+
+
+class _Named(LogitsProcessorList):  # type: ignore[misc]
+    def __init__(self, folder: Path, of_settings: LogitsProcessorList) -> None:
+        super().__init__(of_settings)
+        self._folder = folder
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for processor in self:
+            with refused_settings(self._folder, partial(str, type(processor).__name__)):
+                scores = LogitsProcessorList([processor])(input_ids, scores, **kwargs)
+        return scores

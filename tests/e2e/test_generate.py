@@ -106,7 +106,6 @@ def test_stop_strings(materials: Path, tmp_path: Path, capsys: pytest.CaptureFix
         {"stop_strings": []}, {"stop_strings": ["x", ""]}, {"stop_strings": ""},
         {"min_new_tokens": "many"}, {"prompt_lookup_num_tokens": 4}, {"max_time": "8h"},
         {"watermarking_config": {"context_width": "a"}}, {"guidance_scale": 2.0}, {"logits_processor": 1},
-        {"token_healing": True, "bos_token_id": "x", "eos_token_id": 0},
     ]),
     ids=str,
 )  # fmt: skip
@@ -117,6 +116,21 @@ def test_settings_that_transformers_refuses(
     assert fuyou("generate", folder, "--prompt", "The road", "--max-new-tokens", "4") == 2
     said = capsys.readouterr()
     assert said.out == "" and str(folder / "generation_config.json") in said.err and "internal" not in said.err
+    assert next(iter(settings)) in said.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"exponential_decay_length_penalty": [3, "x"]}, "ExponentialDecay"), ({"token_healing": True, "bos_token_id": "x"}, "")],
+    ids=str,
+)
+def test_settings_that_fail_at_a_later_token_or_together(
+    settings: dict[str, Any], named: str, materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_settings(materials, tmp_path / "model", {**settings, "eos_token_id": 0})
+    assert fuyou("generate", folder, "--prompt", "The road", "--max-new-tokens", "6") == 2
+    said = capsys.readouterr().err
+    assert f"{folder / 'generation_config.json'}: {named}" in said and "internal" not in said
 
 
 @pytest.mark.parametrize("key", ["min_length", "min_new_tokens"])

@@ -149,7 +149,7 @@ def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_pat
     _, found = sampled(new_project(changes=asked))
     assert found[0].text == in_memory(folder, PROMPTS[:1], 6)[0] != begun and found[0].ended == "end"
     (folder / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[-1]]}))
-    with pytest.raises(UsageError, match=r"generation_config\.json: cannot be used: "):
+    with pytest.raises(UsageError, match=r"generation_config\.json: bad_words_ids cannot be used: "):
         inspect(resolve(load_recipe(new_project("other", asked).recipe).recipe, say=silent), say=silent)
 
 
