@@ -66,8 +66,8 @@ def run_finetune(
 ) -> None:
     """Runs a recipe.
 
-    `measure` measures a new machine first. `accept_changes` resumes a run with another rate, schedule or length. `verbose`
-    shows each step's traffic and waits. `trace` is the file for a trace of the newest steps.
+    `measure` measures a new machine first. `accept_changes` resumes a run with another rate, decay, schedule or length.
+    `verbose` shows each step's traffic and waits. `trace` is the file for a trace of the newest steps.
     """
 
     offload, repeated = loaded.recipe.offload, loaded.recipe.train.deterministic

@@ -202,7 +202,8 @@ def _manifests_of_output(directory: Path) -> list[Path]:
         return []
     if unranked(store).name != name_of_run(directory):
         raise UsageError(
-            f"no store under {directory}: {store} is of a run with another output_dir", hint=f"name it: fuyou clean {store}"
+            f"no store under {directory}: {store} is of a run with another output_dir, and may be all that is left of it",
+            hint="remove the folder itself if it is a copy",
         )
     return [folder / MANIFEST for folder in of_any_count(store) if status_of(folder / MANIFEST) is not None]
 

@@ -139,14 +139,15 @@ def deal(lengths: Sequence[int], numerics: Numerics, *, most: int | None = None)
     apart = numerics.padding == "none"
     room = numerics.micro_batch_tokens if apart else numerics.micro_batch_size
     dealt: Dealt = []
-    left = _Rooms(len(lengths))  # of micro-batches that take more: tokens where rows lie end to end, else rows
+    places = len(lengths) if most is None else min(most, len(lengths))
+    left = _Rooms(places)  # of micro-batches that take more: tokens where rows lie end to end, else rows
     for number in order:
         size = lengths[number] if apart else 1
         place = left.first(size)
         if place is None:
             if most is not None and len(dealt) == most:
                 yield dealt
-                dealt, left = [], _Rooms(len(lengths))
+                dealt, left = [], _Rooms(places)
             if not apart and dealt:
                 left.put(len(dealt) - 1, 0)  # rows of a length stay together where each has its own: only the newest has room
             place = len(dealt)

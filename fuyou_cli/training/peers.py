@@ -151,8 +151,9 @@ class Peers:
             self.ranks, self.exchange, self._farewells = _joined_gloo(
                 place, self._store, self.hosts, one_box=self.local_count == self.count
             )
-        except UsageError:
+        except UsageError as error:
             self._check_hearts()  # boxes that do not reach one another fail in the same words
+            self._say_why(error)  # to those that fail later, and find this rank silent
             raise
         self.network = Network.between(self.boxes)  # what connects the ranks, as all of them take it to be
         self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]

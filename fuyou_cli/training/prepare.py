@@ -486,7 +486,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
 
 def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Ready:
     """Makes rows of the data, or finds those of an earlier run. Raises UsageError if they do not fit the model or the saved
-    run. `accept_changes`: that goes on with another rate, schedule or length."""
+    run. `accept_changes`: that goes on with another rate, decay, schedule or length."""
     planned = fetched.planned
     recipe, saved = planned.recipe, planned.manifest
     say("reading and tokenising the data")

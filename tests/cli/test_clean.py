@@ -65,7 +65,7 @@ def test_the_store_of_an_output_folder_wherever_it_is(tmp_path, capsys, place):
     shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("store"))
     with pytest.raises(UsageError, match=f"{homes[0]} is of a run with another output_dir") as told:
         run_clean(tmp_path / "copy", yes=True)
-    assert told.value.hint == f"name it: fuyou clean {homes[0]}" and all((home / NAME).exists() for home in homes)
+    assert "fuyou clean" not in str(told.value.hint) and all((home / NAME).exists() for home in homes)
     run_clean(out, yes=True)
     assert not any(path.is_file() for home in homes for path in home.glob("*")) and (out / "log.jsonl").exists()
 

@@ -166,7 +166,11 @@ def free_memory(card: torch.device | None = None) -> int:
 
 
 def _register(address: int, size: int) -> bool:
-    return not int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    if not int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+        return True
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # a launch takes the error, which the next one would report as its own
+    return False
 
 
 def _unregister(address: int) -> None:
@@ -352,7 +356,8 @@ class PinnedMemory:
         if not self._register(host.data_ptr(), host.nbytes):
             raise OutOfSpaceError(
                 f"the GPU's driver cannot pin {gib(host.nbytes)} of host memory",
-                hint="lower offload.max_memory.cpu: `fuyou doctor` shows how much can be pinned, as far as the system tells",
+                hint="end what else pins memory, or lower offload.max_memory.cpu: `fuyou doctor` shows how much can be pinned, "
+                "as far as the system tells",
             )
         self._held.append(host)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...checkpoint.files import name_list, own_code, read_json
-from ...core.disk import file_size, status_of
+from ...core.disk import file_size, status_of, unreadable
 from ...core.errors import FuyouError, UnreadableError, UsageError
 from ...core.json_files import one_line
 from ...core.paths import folder
@@ -243,7 +243,7 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str], say
         if owner is None and status_of(first) is not None:  # the run was removed, or killed as it began
             if _holds_data(store):
                 gone = f"{manifests.NAME} and {manifests.BEFORE} are not in {first}"
-                say(f"note: {store} holds data but no saved state, as {gone}: starting over at step 1, which writes over it")
+                say(f"note: {store} holds data but no saved state, as {gone}: a run starts over at step 1 and writes over it")
             continue
         if owner is not None and (owner.run != part.run or owner.state != "committed"):
             continue
@@ -256,7 +256,10 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str], say
 
 def _holds_data(file: Path) -> bool:
     """Tells whether anything was written to a file, not only room reserved."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # the file may be a pipe
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # the file may be a pipe
+    except OSError as error:
+        raise unreadable(file, error) from None
     try:
         os.lseek(descriptor, 0, os.SEEK_DATA)
     except OSError as error:
