@@ -250,7 +250,7 @@ def test_a_store_whose_manifests_are_gone_is_not_written_over_without_a_word(sto
     said: list[str] = []
     assert train(prepared_run(stopped, say=said.append))[0] == whole().losses
     (note,) = (text for text in said if "no saved state" in text)
-    assert f"{store / 'store.bin'} holds data but no saved state" in note and "starting over" in note
+    assert f"{store / 'store.bin'} holds data but no saved state" in note and "starts over" in note
     prepared_run(stopped, say=said.append)
     assert sum("no saved state" in text for text in said) == 1
 
