@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
 from fuyou_cli.core.paths import open_own
@@ -161,7 +161,10 @@ class Rank:
         replicas = are_replicas(recipe, place.count)
         self._recipe = recipe
         self._card = take_card(place.local) if device_name(recipe) == "cuda" else None
-        self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout, are_replicas=replicas)
+        try:
+            self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout, are_replicas=replicas)
+        except BaseException as error:
+            _end(error)
         self._quiet = None if self.peers.is_first else QuietRank()
 
     def __enter__(self) -> Rank:
@@ -178,10 +181,7 @@ class Rank:
         error = self.peers.explained(error)
         self.peers.part(error)
         self._show_if_nobody_else_does()
-        code = error_screen.report(error)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+        _end(error)
 
     def meet(self) -> None:
         """Compares recipes, measures the link between boxes, and learns which other ranks compute on the same GPU. Call it
@@ -208,6 +208,15 @@ class Rank:
         peers = self.peers
         if self._quiet is not None and peers.boxes[peers.rank] != peers.boxes[0]:
             self._quiet.back()
+
+
+def _end(error: BaseException) -> NoReturn:
+    """Reports an error, and ends the process without Python's own end: threads of a rank wait inside torch, and one that comes
+    back meanwhile aborts the process."""
+    code = error_screen.report(error)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def options_of(options: Mapping[str, Any]) -> list[str]:

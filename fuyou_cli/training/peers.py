@@ -145,8 +145,10 @@ class Peers:
         mates = [rank for rank, box in enumerate(self.boxes) if box == self.boxes[self.rank]]
         self.local_count, self.measures = len(mates), mates[0] == self.rank
         self._answered = time.monotonic()  # when the store last answered
-        for work in (self._beat, self._watch_store):  # a rank may end while the others connect
-            threading.Thread(target=work, daemon=True).start()
+        # a rank may end while the others connect
+        self._watches = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_store)]
+        for thread in self._watches:
+            thread.start()
         try:
             self.ranks, self.exchange, self._farewells = _joined_gloo(
                 place, self._store, self.hosts, one_box=self.local_count == self.count
@@ -154,10 +156,11 @@ class Peers:
         except UsageError as error:
             self._check_hearts()  # boxes that do not reach one another fail in the same words
             self._say_why(error)  # to those that fail later, and find this rank silent
+            time.sleep(_LINGER)  # this process may hold the store
             raise
         self.network = Network.between(self.boxes)  # what connects the ranks, as all of them take it to be
-        self._watches = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
-        for thread in self._watches:
+        self._partings = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in self._others]
+        for thread in self._partings:
             thread.start()
 
     def measure_link(self) -> None:
@@ -381,13 +384,13 @@ class Peers:
         with suppress(RuntimeError):
             for peer in self._others:
                 dist.send(torch.ones(1, dtype=torch.uint8), dst=peer, group=self._farewells)
-        for thread in self._watches:
+        for thread in (*self._partings, *self._watches):
             thread.join(timeout=_GRACE)
 
     def _linger(self) -> None:
         """Gives the others the time to read what they have been told: the first rank may hold the store."""
         until = time.monotonic() + _LINGER
-        for thread in self._watches if self.is_first else ():
+        for thread in self._partings if self.is_first else ():
             thread.join(timeout=max(0.0, until - time.monotonic()))
 
     def _say_why(self, error: BaseException) -> None:

@@ -365,7 +365,7 @@ def test_a_rank_that_waits_for_others_can_be_stopped(project: Callable[[str], Pr
 
 
 CONNECTS = """
-import os, sys
+import atexit, os, sys
 import torch.distributed as dist
 from fuyou_cli.cli.app import main
 
@@ -375,6 +375,7 @@ def connect(*_, **__):
     raise RuntimeError("Connection closed by peer")
 
 dist.init_process_group = connect
+atexit.register(print, "Python ends")
 main(sys.argv[2:])
 """
 
@@ -384,7 +385,8 @@ main(sys.argv[2:])
     [("0", "the store on 127.0.0.1"), ("1", "rank 1 on HOST was lost (it ended"), ("neither", "rank 0 on HOST cannot connect")],
 )
 def test_a_rank_that_dies_while_ranks_connect_is_lost(project: Callable[[str], Project], dies: str, says: str) -> None:
-    """gloo then fails as it does where boxes do not reach one another. The first rank holds the store."""
+    """gloo then fails as it does where boxes do not reach one another. The first rank holds the store. While Python ends, a
+    thread that came back from the store would abort the process."""
     one = project("one")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ("-c", CONNECTS, dies, *fuyou(one)[2:])
@@ -397,6 +399,7 @@ def test_a_rank_that_dies_while_ranks_connect_is_lost(project: Callable[[str], P
     lives = 1 if dies == "0" else 0
     assert ranks[lives].returncode == (2 if dies == "neither" else 1), texts
     assert f"error: {says.replace('HOST', socket.gethostname())}" in texts[lives], texts
+    assert "Python ends" not in texts[lives], texts
 
 
 def test_a_rank_that_trains_nothing_commits_with_the_others(project: Callable[[str], Project]) -> None:
