@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -161,10 +161,9 @@ class Rank:
         replicas = are_replicas(recipe, place.count)
         self._recipe = recipe
         self._card = take_card(place.local) if device_name(recipe) == "cuda" else None
-        try:
+        with ExitStack() as joining:
+            joining.push(lambda kind, error, trace: None if error is None else _end(error))
             self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout, are_replicas=replicas)
-        except BaseException as error:
-            _end(error)
         self._quiet = None if self.peers.is_first else QuietRank()
 
     def __enter__(self) -> Rank:
