@@ -51,6 +51,20 @@ _AGAIN = 4  # placing a new plan costs this many times as much as placing a cand
 _LITTLE = 0.02  # of the step: what kept outputs save at least where a processor computes with frozen weights
 
 
+def step_cost(model: ModelSpec, request: PlanRequest, plan: Plan) -> float:
+    """Returns what a step of this plan costs, beside plans of other requests for the same model: its seconds, of which a tenth
+    of a percent is worth a percent of the bytes that it writes."""
+    return _cost(request, _least_written(model), plan.predicted.step_seconds, plan.predicted.written_per_step)
+
+
+def _cost(request: PlanRequest, floor: int, seconds: float, written: int) -> float:
+    return seconds if request.wear == "ignore" else seconds * max(written, floor) ** (2 * WORTH)
+
+
+def _least_written(model: ModelSpec) -> int:
+    return max(1, int(LEAST_WRITTEN * sum(stage.weight_bytes + stage.state_bytes for stage in model.stages)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Alternative:
     """Describes a candidate that was simulated. Seconds are per step."""
@@ -149,7 +163,7 @@ class _Search:
         self._plans: set[PlacedPlan] = set()
         self._simulated: dict[PlacedPlan, Alternative] = {}
         self._longer: dict[tuple[int, int], list[float]] = {}  # pipeline -> ratios of simulated steps to estimates
-        self._floor = max(1, int(LEAST_WRITTEN * sum(stage.weight_bytes + stage.state_bytes for stage in model.stages)))
+        self._floor = _least_written(model)
 
     def run(self) -> SearchResult | None:
         """Returns None if nothing fits."""
@@ -357,9 +371,8 @@ class _Search:
         return first, second
 
     def _cost(self, seconds: float, written: int) -> float:
-        """Returns about what `_is_better` compares, for one plan alone, to put many in order: a percent of the bytes is worth a
-        tenth of one of the step."""
-        return seconds if self.request.wear == "ignore" else seconds * max(written, self._floor) ** (2 * WORTH)
+        """Returns about what `_is_better` compares, for one plan alone, to put many in order."""
+        return _cost(self.request, self._floor, seconds, written)
 
     def _expected(self, placed: PlacedPlan, candidate: Candidate) -> float:
         """Estimates ignore waits for slots, so steps are longer: as they were with this pipeline, or the nearest one known."""

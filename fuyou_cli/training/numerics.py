@@ -36,7 +36,8 @@ FEW_WIDTHS, MANY_WIDTHS = 8, 32
 DOCUMENT_STEP = 64  # tokens; attention's own blocks are of 64
 MOSTLY = 0.9  # of `max_seq_len`: rows that are as long in the mean are whole enough
 MOST_OF_MIXTURES = 4 * MOST_TOKENS  # on a GPU: each of many experts gets few of them
-GAIN = 0.02
+GAIN = 0.02  # of a usual plan's step, which a search would change
+SEARCHED_GAIN = 0.01
 MOST_THREADS = 1024  # torch crashes if the system runs out of threads; a recipe's limit is the same
 _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower size the fastest
 
@@ -230,7 +231,7 @@ def fastest_size(
     none fits, returns the one that needs least (`needed`: bytes), whose plan then says how much.
 
     Tries larger and smaller sizes with their usual plan (`planned`, quick), as long as they are faster. `searched` then decides
-    between the best two, if they are close.
+    between the best two, if they are close: it returns what a search's plan costs, of which SEARCHED_GAIN is enough.
     """
     smaller, middle, larger = sizes_of(batch_size, length, usual=usual, most=most)
     seconds_of: dict[int, float] = {}
@@ -244,9 +245,10 @@ def fastest_size(
     best = sorted(seconds_of, key=lambda size: (seconds_of[size], size))[:2]
     if middle in seconds_of and middle not in best and seconds_of[middle] * (1 - GAIN) <= seconds_of[best[0]]:
         best[1] = middle
-    if len(best) == 2 and seconds_of[best[1]] <= _NEAR * seconds_of[best[0]]:
-        seconds_of = {size: seconds for size in best if (seconds := searched(size)) is not None} or seconds_of
-    return _fastest(seconds_of, middle)
+    are_close = len(best) == 2 and seconds_of[best[1]] <= _NEAR * seconds_of[best[0]]
+    if are_close and (costs := {size: cost for size in best if (cost := searched(size)) is not None}):
+        return _fastest(costs, middle, gain=SEARCHED_GAIN)
+    return _fastest(seconds_of, middle, gain=GAIN)
 
 
 def _follow(
@@ -268,11 +270,11 @@ def _follow(
         least = least if in_vain else seconds
 
 
-def _fastest(seconds_of: dict[int, float], usual: int) -> int:
-    """Returns the fastest size."""
+def _fastest(seconds_of: dict[int, float], usual: int, *, gain: float) -> int:
+    """Returns the fastest size, which is faster than the usual one by `gain` of its step."""
     best = usual
     for size, seconds in sorted(seconds_of.items(), key=lambda item: (item[1], item[0])):
-        if best not in seconds_of or seconds < seconds_of[best] * (1 - GAIN):
+        if best not in seconds_of or seconds < seconds_of[best] * (1 - gain):
             best = size
     return best
 

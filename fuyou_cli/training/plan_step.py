@@ -23,6 +23,7 @@ from ..planner.place import least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..planner.ring import check_owners
 from ..planner.run_planner import Effort, RunPlanner
+from ..planner.search import step_cost
 from ..planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
@@ -495,9 +496,11 @@ class _Planner:
             fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
             if effort == "usual":
                 is_bound = plan.predicted.bottleneck != "compute"
-            if not (fits and is_ring):
-                return plan.predicted.step_seconds if fits else None
-            return of_all or max(self.chain_seconds(asked.numerics), plan.predicted.step_seconds)
+            if not fits:
+                return None
+            if is_ring:
+                return of_all or max(self.chain_seconds(asked.numerics), plan.predicted.step_seconds)
+            return plan.predicted.step_seconds if effort == "usual" else step_cost(model, asked, plan)
 
         is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[0].stages)
         return fastest_size(
