@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.engine.forward_only import ForwardOnly
-from fuyou_cli.engine.looked_up_rows import Table
+from fuyou_cli.engine.moves import Table
 from fuyou_cli.planner import layout
 from fuyou_cli.planner.layout import ROW_COST
 from fuyou_cli.planner.place import plan
