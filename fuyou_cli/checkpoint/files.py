@@ -22,7 +22,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object, shown
 from fuyou_cli.spec.packed_tensors import CONFIG_KEY
 
-from .header import TensorEntry, parse_file
+from .reader import TensorEntry, parse_file
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

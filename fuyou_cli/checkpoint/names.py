@@ -16,8 +16,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import shown
 
 from .files import Checkpoint
-from .header import TensorEntry
-from .reader import TensorReader
+from .reader import TensorEntry, TensorReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,8 +20,7 @@ from fuyou_cli.core.json_files import from_json, parsed, shown
 from fuyou_cli.spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, PackedTensor, Quantised, part_sizes
 from fuyou_cli.swap.kernels import dynamic_levels, nf4_levels
 
-from .header import Scales, TensorEntry
-from .reader import TensorReader
+from .reader import Scales, TensorEntry, TensorReader
 
 _STATE = "quant_state."
 _NF4 = f"{_STATE}bitsandbytes__nf4"

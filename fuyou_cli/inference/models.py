@@ -13,10 +13,9 @@ import torch
 
 from fuyou_cli.adapters.adapter_names import base_name
 from fuyou_cli.checkpoint.files import ADAPTER_CONFIG_NAME, CONFIG_NAME, an_adapter, open_checkpoint
-from fuyou_cli.checkpoint.header import TensorEntry
 from fuyou_cli.checkpoint.hub import Progress, resolve
 from fuyou_cli.checkpoint.names import entries_for
-from fuyou_cli.checkpoint.reader import PIECE, TensorReader
+from fuyou_cli.checkpoint.reader import PIECE, TensorEntry, TensorReader
 from fuyou_cli.core import probe
 from fuyou_cli.core.disk import status_of
 from fuyou_cli.core.errors import UsageError

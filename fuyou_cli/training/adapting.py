@@ -28,7 +28,7 @@ from ..adapters.adapter_names import (
     targets_in_experts,
 )
 from ..checkpoint.files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, inside, name_list
-from ..checkpoint.header import TensorEntry, parse_file
+from ..checkpoint.reader import TensorEntry, parse_file
 from ..core.errors import UsageError, pip_install
 from ..core.json_files import from_json, read_object, shown
 from ..core.paths import expanded, is_same_folder

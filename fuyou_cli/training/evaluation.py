@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.files import ADAPTER_NAME, SINGLE_NAME
-from ..checkpoint.header import parse_file
+from ..checkpoint.reader import parse_file
 from ..checkpoint.writer import OutTensor
 from ..core.errors import FuyouError, PeerLost, SwapError, UsageError
 from ..core.json_files import from_json, shown

@@ -36,8 +36,7 @@ from ..checkpoint.files import (
     open_checkpoint,
     read_json,
 )
-from ..checkpoint.header import BYTES_PER_ELEMENT, TensorEntry
-from ..checkpoint.reader import FLOATS, TensorReader, weights_mark
+from ..checkpoint.reader import BYTES_PER_ELEMENT, FLOATS, TensorEntry, TensorReader, weights_mark
 from ..checkpoint.writer import OutTensor, Read, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up

@@ -19,7 +19,7 @@ from .adapting import entries_of
 from .state.at_rest import how_to_put_back
 
 if TYPE_CHECKING:
-    from ..checkpoint.header import TensorEntry
+    from ..checkpoint.reader import TensorEntry
     from ..recipe.schema import Recipe
     from .known_model import KnownModel
     from .state.manifest import Manifest

@@ -46,7 +46,7 @@ from .state.store_folders import name_of_run, of_any_count, of_rank
 from .stored_quantised import as_stored, check_planned
 
 if TYPE_CHECKING:
-    from ..checkpoint.header import TensorEntry
+    from ..checkpoint.reader import TensorEntry
     from ..data.batches import Sampler
     from ..data.rows import Rows
     from ..data.stream import Stream

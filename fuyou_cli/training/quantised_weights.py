@@ -28,8 +28,7 @@ from ..swap.kernels import (
 )
 
 if TYPE_CHECKING:
-    from ..checkpoint.header import TensorEntry
-    from ..checkpoint.reader import TensorReader
+    from ..checkpoint.reader import TensorEntry, TensorReader
 
 _PIECE = 1 << 22  # bytes read at once
 _DECODED = 1 << 21  # elements decoded at once: no more than a store's window holds

@@ -15,7 +15,7 @@ from ..spec.packed_tensors import READ_ONLY, Quantised, StoredQuantisation, stor
 from .adapting import entries_of
 
 if TYPE_CHECKING:
-    from ..checkpoint.header import TensorEntry
+    from ..checkpoint.reader import TensorEntry
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
     from ..spec.model import ModelSpec

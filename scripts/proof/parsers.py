@@ -363,7 +363,7 @@ def framed(table: bytes, size: int = 8) -> bytes:
 
 
 def read_header(folder: Path) -> object:
-    from fuyou_cli.checkpoint.header import parse_file
+    from fuyou_cli.checkpoint.reader import parse_file
 
     return parse_file(folder / SINGLE_NAME)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
-from fuyou_cli.checkpoint.header import parse_file
+from fuyou_cli.checkpoint.reader import parse_file
 from fuyou_cli.core.errors import UsageError
 
 from .tiny_models import safetensors_bytes, write_file

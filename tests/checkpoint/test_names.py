@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.checkpoint.files import SINGLE_NAME, open_checkpoint
-from fuyou_cli.checkpoint.header import TensorEntry
 from fuyou_cli.checkpoint.names import entries_for, match, tied_names
+from fuyou_cli.checkpoint.reader import TensorEntry
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import build
 

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fuyou_cli.checkpoint import reader as reader_module
-from fuyou_cli.checkpoint.header import TensorEntry, parse_file
-from fuyou_cli.checkpoint.reader import SAMPLE, TensorReader, weights_mark
+from fuyou_cli.checkpoint.reader import SAMPLE, TensorEntry, TensorReader, parse_file, weights_mark
 from fuyou_cli.core.errors import UsageError
 
 from .tiny_models import assert_same_bits, read_all, same_bits

@@ -12,9 +12,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from fuyou_cli.checkpoint.files import open_checkpoint
-from fuyou_cli.checkpoint.header import TensorEntry
 from fuyou_cli.checkpoint.names import entries_for
-from fuyou_cli.checkpoint.reader import TensorReader
+from fuyou_cli.checkpoint.reader import TensorEntry, TensorReader
 from fuyou_cli.checkpoint.writer import OutTensor
 
 _COMMON = {

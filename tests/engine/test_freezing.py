@@ -13,7 +13,7 @@ from drawn import crossed, every
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fuyou_cli.checkpoint.header import parse_file
+from fuyou_cli.checkpoint.reader import parse_file
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import Anatomy, dissect, frozen, read_in_place, whole_in_place
 from fuyou_cli.engine.cutting import cut_vocabulary

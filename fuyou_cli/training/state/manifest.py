@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from ...checkpoint.header import NAME_LIMIT
+from ...checkpoint.reader import NAME_LIMIT
 from ...core.disk import failed_writing, status_of, sync_directory, unreadable
 from ...core.errors import FuyouError, UnreadableError, UsageError
 from ...core.json_files import find_text, from_json, has_too_many_values, object_in

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...checkpoint.header import TensorEntry
 from ...checkpoint.quantised_files import reads_parts
-from ...checkpoint.reader import TensorReader
+from ...checkpoint.reader import TensorEntry, TensorReader
 from ...core.errors import SwapError, UsageError
 from ...engine.context import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
