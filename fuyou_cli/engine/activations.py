@@ -199,7 +199,7 @@ def _refuse(nothing: None) -> NoReturn:
 # computes only what was not kept.
 #
 # Each output is given back once, so the model's code may change it in place; twice where the norm is measured first, which is
-# not done for code that may (`planner/candidate.may_measure_first`). Forward runs as the recompute will (`without_saving`). An
+# not done for code that may (`planner/search.may_measure_first`). Forward runs as the recompute will (`without_saving`). An
 # output is never a parameter, and two outputs never share memory, so nothing is kept twice. Which calls of the model's code
 # compute them is noted once for each shape (`operators.handing_over`).
 

@@ -26,17 +26,7 @@ from fuyou_cli.core.units import LARGEST_SIZE, GiB, gb, parse_size
 from fuyou_cli.recipe.load import LoadedRecipe, yaml_to_data
 from fuyou_cli.recipe.named import shipped_hardware
 from fuyou_cli.recipe.schema import format_size
-from fuyou_cli.spec.hardware import (
-    STORE_RATES,
-    Bandwidth,
-    Count,
-    Drive,
-    Flops,
-    HardwareProfile,
-    Number,
-    Size,
-    ThreadRates,
-)
+from fuyou_cli.spec.hardware import STORE_RATES, Bandwidth, Count, Drive, Flops, HardwareProfile, Number, Size, ThreadRates
 
 from .profile import ASSUMED_GPU_PROCESS, ASSUMED_PROCESS, FILE_KEYS, GIVEN, wrong_figures
 

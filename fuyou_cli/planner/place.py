@@ -20,7 +20,6 @@ from ..spec.model import ModelSpec, OperatorSpec
 from ..spec.plan import Plan, Predicted, Tier
 from .bound import busy_seconds, lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator, of_each
-from .candidate import NONE_KEPT, Candidate, pipelines, sweep_counts
 from .commit_interval import guessed_interval, with_commits
 from .costs import Costs
 from .fill import KINDS, GreedyFill, Item, fitting, outputs_of, stages_filling, traffic_items, with_homes_on_device, worth_most
@@ -28,6 +27,56 @@ from .layout import Homes, Layout, SharedSizes, layout, need_rest
 from .memory import DeviceMemory, bytes_left, device_memory, host_peaks, memory_lines, stages_on_device, with_batch
 from .plan_request import PlanRequest, least_budget_to_rest, rest_in_ram
 from .schedule import Schedule, expand, recommitted
+
+# A value of `Candidate.activations`: keep no outputs, because copying some takes longer than computing them again.
+NONE_KEPT = -1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Candidate:
+    """One set of values for the planner's knobs. Fixed rules (`place`) derive from it which stages' tensors are in RAM."""
+
+    lookahead: int
+    gradient_slots: int
+    # Share of the spare RAM that goes to optimizer states before weights (weights save more traffic per byte).
+    states: float = 0.0
+    defer: bool = False  # updates wait for the next forward; ignored with clipping
+    # Share of the spare RAM that goes to outputs of operators first; they also get what is left at the end.
+    activations: float = 0.0
+    swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
+    sweeps: int = 1  # sweeps per step, unless the request sets them
+    norm_first: bool = False  # a first backward measures the norm, unless the request says so
+    free_pages: bool = False  # RAM is left for the heap's free pages (`memory.free_pages`)
+    kept_there: float = 0.0  # share of the device's spare memory that goes to outputs that stay there, before weights
+    there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states), or `TURN`
+    copied: float = 1.0  # share of the outputs' bytes that RAM may get, the most FLOPs saved per byte first
+
+
+def pipelines(request: PlanRequest, *, stages: int) -> list[tuple[int, int]]:
+    """Lists (lookahead, gradient slots) for a plan without a search: the usual pair, then those that take less memory."""
+    if request.lookahead is not None:
+        lookahead = min(request.lookahead, stages)
+        return [(lookahead, 2), (lookahead, 1)]
+    return [(2, 2), (1, 2), (1, 1)]
+
+
+def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
+    """Returns the numbers of sweeps that the planner may choose. Each divides a step's micro-batches and is at least twice the
+    one before."""
+    if request.sweeps is not None or request.norm_first or not model.may_sweep:
+        return (1,)
+    if request.numerics.lanes > 1:  # their sums under way would have to rest between sweeps
+        return (1,)
+    if request.numerics.router_aux_loss:  # whose slope is known once all rows were forward
+        return (1,)
+    micro_batches, counts = request.numerics.micro_batches, [1]
+    if request.numerics.batch_size % request.numerics.micro_batch_size:
+        return (1,)
+    for count in range(2, micro_batches + 1):
+        if micro_batches % count == 0 and count >= 2 * counts[-1]:
+            counts.append(count)
+    return tuple(counts)
+
 
 PLAN_VERSION = 1
 

@@ -57,7 +57,7 @@ class PlanRequest:
     sustained: bool = False  # the run writes past the drives' fast regions
     commit_every: int | Literal["auto"] | None = None  # steps between commits; None: only at the end of the run
     wear: WearPolicy = "ignore"  # when a plan may write more to the drives (`search`)
-    # Whether a first backward measures the norm, so that updates run beside the second (`candidate.may_measure_first`).
+    # Whether a first backward measures the norm, so that updates run beside the second (`search.may_measure_first`).
     norm_first: bool | None = None
     sweeps: int | None = None  # sweeps per step; they divide its micro-batches
     typical: TypicalStep | None = None  # what steps hold; None: rows of `max_seq_len` tokens

@@ -15,9 +15,8 @@ from ..core.errors import PlanError
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .candidate import Candidate
 from .commit_interval import timed_plan
-from .place import least_memory, made_of
+from .place import Candidate, least_memory, made_of
 from .place import plan as first_that_fits
 from .plan_request import WORTH_WRITING, PlanRequest, ways_to_rest
 from .search import SearchResult, search_timed

@@ -27,10 +27,12 @@ from ..core.process import uncollected
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .candidate import NONE_KEPT, Candidate, Family, family, may_measure_first, sweep_counts
+from .boundary_layout import every_operator
 from .commit_interval import timed_plan
 from .costs import Costs
-from .place import PlacedPlan, Placing, asked_with, too_small
+from .fill import SHARES, TURN, may_fill
+from .memory import bytes_left
+from .place import NONE_KEPT, Candidate, PlacedPlan, Placing, asked_with, sweep_counts, too_small
 from .plan_request import PlanRequest
 from .simulate import STEPS, Timeline, simulate
 
@@ -428,3 +430,89 @@ class _Search:
 
 def _with_pipeline(candidate: Candidate, pipeline: tuple[int, int]) -> Candidate:
     return replace(candidate, lookahead=pipeline[0], gradient_slots=pipeline[1])
+
+
+# ---- the candidates --------------------------------------------------------------------------------------------------
+
+_PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), least memory first
+_USUAL = (2, 2)
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_FEWER = (0.8, 0.5, 0.9, 0.65, 0.3, 0.85, 0.95, 0.75, 0.7, 0.6, 0.4)  # values of `Candidate.copied`; of a large model the first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Describes all combinations of these values. Each knob's values are sorted by size, but for -1, which is no share."""
+
+    pipelines: tuple[tuple[int, int], ...]
+    states: tuple[float, ...]
+    defer: tuple[bool, ...]
+    activations: tuple[float, ...]
+    swap: tuple[float, ...]
+    kept_there: tuple[float, ...] = (0.0,)
+    there: tuple[float, ...] = (0.0,)
+    fewer: tuple[float, ...] = ()  # other values of `Candidate.copied`
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Yields every combination but those with fewer copies."""
+        shares = product(self.states, self.defer, self.activations, self.swap, self.kept_there, self.there)
+        for (ahead, slots), (states, defer, activations, swap, kept_there, there) in product(self.pipelines, shares):
+            yield Candidate(
+                lookahead=ahead, gradient_slots=slots, states=states, defer=defer, activations=activations, swap=swap,
+                kept_there=kept_there, there=there,
+            )  # fmt: skip
+
+    def corners(self) -> Iterator[Candidate]:
+        """Yields a few candidates that differ much, with a medium lookahead and number of gradient slots."""
+        bare = self.bare(_USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2])
+        ends = (dict.fromkeys((values[0], values[-1])) for values in (self.states, self.defer, self.activations, self.swap))
+        for states, defer, activations, swap in product(*ends):
+            yield replace(
+                bare, states=states, defer=bool(defer), activations=activations, swap=swap, kept_there=self.kept_there[-1]
+            )
+        for there in self.there[1:]:
+            yield replace(bare, there=there)
+
+    def bare(self, pipeline: tuple[int, int]) -> Candidate:
+        """Returns the candidate that keeps and defers nothing unless the recipe asks for it, and fills RAM in the usual
+        order."""
+        return next(iter(replace(self, pipelines=(pipeline,))))
+
+
+def family(model: ModelSpec, request: PlanRequest) -> Family:
+    """Returns the family. A knob has one value if the recipe sets it, or if it cannot matter."""
+    stages = len(model.stages)
+    if request.lookahead is not None:
+        in_flight = tuple((min(request.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))
+    else:
+        in_flight = tuple(pair for pair in _PIPELINES if pair[0] <= max(1, stages))
+    # Deferring an update writes its gradients to the ssd: 2 to 4 bytes more per parameter, only to balance the work.
+    may_defer = (request.clip_grad_norm is None or request.norm_first) and request.defer is None and request.gradients != "ssd"
+    can_keep = request.kept is None and any(stage.operators for stage in model.stages)
+    can_move = can_keep and any(every_operator(model))
+    shares = _SHARES if request.boundaries is None else (0.0,)
+    return Family(
+        pipelines=in_flight,
+        states=_SHARES if request.states is None and request.weights is None else (0.0,),
+        defer=(False, True) if may_defer else (request.defer or False,),
+        activations=(NONE_KEPT, *shares) if can_move and request.boundaries not in ("ssd", "gpu") else (0.0,),
+        swap=_SHARES if can_move and request.boundaries not in ("cpu", "gpu") else (0.0,),
+        kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
+        there=(SHARES[0], TURN, *SHARES[1:]) if may_fill(model, request) else (0.0,),
+        fewer=_FEWER if can_move and request.device != "cpu" and request.boundaries not in ("ssd", "gpu") else (),
+    )
+
+
+def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:
+    """Whether a step may have a first backward that only measures the norm, so that the second one's updates need not
+    wait. It may not if gradients rest for other reasons too, if parameters are frozen, or if a model's code writes into an
+    output, which both backwards may be given."""
+    return (
+        request.clip_grad_norm is not None
+        and not request.is_swept
+        and request.gradients is None
+        and request.defer is None
+        and not any(model.has_two_users(stage.index) for stage in model.stages)
+        and not any(operator.overwritten for stage in model.stages for operator in stage.operators)
+        and not model.frozen_parameters
+    )

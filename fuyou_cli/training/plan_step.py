@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Literal, cast
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..core.json_files import from_json
-from ..planner.candidate import Candidate, may_measure_first
 from ..planner.commit_interval import COMMITS, with_longer_steps
 from ..planner.dealing import chain_seconds, fastest_deal
 from ..planner.memory import code_bytes, range_sizes
-from ..planner.place import least_memory
+from ..planner.place import Candidate, least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..planner.ring import check_owners
 from ..planner.run_planner import Effort, RunPlanner
-from ..planner.search import step_cost
+from ..planner.search import may_measure_first, step_cost
 from ..planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec

@@ -11,8 +11,7 @@ from transformers import GPT2Config
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.planner.candidate import Candidate
-from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.place import Candidate, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import Timeline, simulate

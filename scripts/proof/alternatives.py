@@ -24,11 +24,11 @@ from fuyou_cli.advice.planning import Replanner, plan_recipe
 from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.planner.bound import lower_bound
-from fuyou_cli.planner.candidate import Candidate, family
 from fuyou_cli.planner.commit_interval import timed_plan
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.place import Candidate, made_of
 from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import family
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.prepare import Planned

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.core.json_files import from_json
-from fuyou_cli.planner.candidate import Candidate
+from fuyou_cli.planner.place import Candidate
 from fuyou_cli.training import plan_step
 
 

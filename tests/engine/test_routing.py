@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fuyou_cli.core.errors import RecomputeError
 from fuyou_cli.engine.experts import is_experts
 from fuyou_cli.engine.routing import routers, without_aux_loss
-from fuyou_cli.planner.candidate import sweep_counts
 from fuyou_cli.planner.memory import routing_bytes
+from fuyou_cli.planner.place import sweep_counts
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.recipe.schema import AdapterSection
 

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.candidate import Family, may_measure_first
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.search import Family, may_measure_first
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import STAGE_ALIGN, Dtype, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec, banks_of
 from fuyou_cli.spec.plan import Numerics

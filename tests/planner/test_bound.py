@@ -9,10 +9,9 @@ import pytest
 
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.bound import lower_bound
-from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.costs import Costs, update_bytes
 from fuyou_cli.planner.device import square_lanes
-from fuyou_cli.planner.place import least_memory, made_of, plan
+from fuyou_cli.planner.place import Candidate, least_memory, made_of, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate

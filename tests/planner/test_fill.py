@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.boundary_layout import RECORD_ALIGN, device_bytes, device_layouts, every_operator
-from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.fill import TURN, may_fill, stages_filling
 from fuyou_cli.planner.memory import bytes_left, device_memory, most_needed, update_scratch
 from fuyou_cli.planner.place import made_of, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import fastest, search
+from fuyou_cli.planner.search import Family, family, fastest, search
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan

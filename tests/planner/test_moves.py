@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.candidate import Candidate, family, sweep_counts
-from fuyou_cli.planner.place import least_memory, made_of
+from fuyou_cli.planner.place import Candidate, least_memory, made_of, sweep_counts
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import GAIN, WORTH, search, timed
+from fuyou_cli.planner.search import GAIN, WORTH, family, search, timed
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec

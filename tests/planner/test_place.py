@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB, align_up, parse_size
 from fuyou_cli.planner.boundary_layout import Kept, planned_boundary
-from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.fill import GreedyFill, Output, outputs_of
 from fuyou_cli.planner.layout import ARENA_UNIT, Homes, SharedSizes
-from fuyou_cli.planner.place import least_memory, made_of, plan
+from fuyou_cli.planner.place import Candidate, least_memory, made_of, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec, OperatorSpec

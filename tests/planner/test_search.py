@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import GAIN, MOST_PLACED, MOST_VISITS, fastest, search, search_timed, timed
+from fuyou_cli.planner.search import GAIN, MOST_PLACED, MOST_VISITS, Family, family, fastest, search, search_timed, timed
 from fuyou_cli.planner.simulate import STEPS, Timeline, simulate
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec

@@ -32,15 +32,7 @@ from . import manifest as manifests
 from .at_rest import SavedStore, changed_files, find_saved_store, used_since
 from .manifest import TENSORS, Change, Manifest
 from .recovery import of_another_count
-from .store_folders import (
-    PART_FILE,
-    STORE_FILE,
-    check_mounted,
-    missing_file,
-    read_part,
-    refuse_copy,
-    refuse_in_use,
-)
+from .store_folders import PART_FILE, STORE_FILE, check_mounted, missing_file, read_part, refuse_copy, refuse_in_use
 
 if TYPE_CHECKING:
     from ...recipe.schema import Recipe
