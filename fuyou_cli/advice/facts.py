@@ -16,9 +16,8 @@ from fuyou_cli.machine.measure.timing import are_busy
 from fuyou_cli.machine.profile import RatedBy, origins_of
 from fuyou_cli.planner.commit_interval import sooner
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.evaluation_schedule import EvaluationCost, SamplingCost, evaluation_cost, evaluations_left, sampling_cost
 from fuyou_cli.planner.run_planner import FastRegion, fast_region
-from fuyou_cli.planner.schedule import plan_schedule, weights_left
+from fuyou_cli.planner.schedule import evaluation_schedule, plan_schedule, weights_left
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.recipe.schema import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
     from .rings import TwoBoxes
 
+
+_PASSES = 2  # of an evaluation, simulated; the first begins with empty slots
 USUAL = 1000  # steps for which writes are shown if the run's length is not known
 _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides
 _CHARACTERS = 4  # of a token, about
@@ -44,6 +45,29 @@ _RATED = {  # resource -> how the names of the rates behind it begin (`machine/p
     "compute": ("compute",), "cpu": ("compute", "AdamW"), "update": ("AdamW",), "ssd read": ("store",), "ssd write": ("store",),
     "h2d": ("to GPU",), "d2h": ("to GPU",), "dram": ("DRAM",),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationCost:
+    """Says what evaluations take. `rows` and what follows from it: None where the sets are not tokenised yet."""
+
+    pass_rows: int
+    pass_seconds: float
+    pass_read: int  # bytes of the store
+    times: int | None  # evaluations left in the run; None if its length is not known
+    rows: int | None = None  # of all sets
+    passes: int | None = None  # of one evaluation
+    seconds: float | None = None  # of one evaluation
+    run_share: float | None = None  # of the time of all steps left and evaluations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingCost:
+    """Says what continuing fixed prompts takes at one evaluation."""
+
+    prompts: int
+    passes: int  # over the weights, at most: one for each new token
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,18 +212,53 @@ def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | No
 
 
 def _sampling(prepared: Planned, settings: SamplesSection) -> SamplingCost:
+    """Prices `max_new_tokens` after each prompt, as many of them in a pass as fit. Rows have about the mean of tokens."""
     from fuyou_cli.training.fixed_prompts import rows_at_once  # loads torch
 
-    longest, model, plan = max(map(len, settings.prompts)) // _CHARACTERS, prepared.model, prepared.plan
-    return sampling_cost(
-        model,
-        prepared.hardware,
-        plan,
-        prompts=len(settings.prompts),
-        at_once=rows_at_once(model, most=plan.group.batch_size, vocabulary=prepared.known.facts.head_rows),
-        tokens=longest + settings.max_new_tokens // 2,
-        new=settings.max_new_tokens,
-    )
+    model, alone, prompts, new = prepared.model, _alone(prepared.plan), len(settings.prompts), settings.max_new_tokens
+    most = rows_at_once(model, most=alone.group.batch_size, vocabulary=prepared.known.facts.head_rows)
+    at_once, tokens = min(prompts, most), max(map(len, settings.prompts)) // _CHARACTERS + new // 2
+    schedule, share = evaluation_schedule(model, alone), at_once * tokens / alone.group.tokens
+    shorter = replace(schedule, visits=tuple(replace(visit, flops=share * visit.flops) for visit in schedule.visits))
+    seconds = simulate(model, prepared.hardware, alone, shorter, steps=_PASSES, jobs=False).step_seconds
+    passes = new * -(-prompts // at_once)
+    return SamplingCost(prompts=prompts, passes=passes, seconds=passes * seconds)
+
+
+def _alone(plan: Plan) -> Plan:
+    """Returns the plan without updates, which steps pay."""
+    return replace(plan, stages=tuple(replace(stage, deferred=False) for stage in plan.stages))
+
+
+def evaluation_cost(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    plan: Plan,
+    *,
+    rows: Sequence[int] | None,
+    times: int | None,
+    run_seconds: float | None,
+) -> EvaluationCost:
+    """Prices evaluations of sets of so many `rows` each. `run_seconds`: of the steps left."""
+    alone = _alone(plan)
+    simulated = simulate(model, hardware, alone, evaluation_schedule(model, alone), steps=_PASSES, jobs=False)
+    at_once, seconds = plan.group.batch_size, simulated.step_seconds
+    cost = EvaluationCost(pass_rows=at_once, pass_seconds=seconds, pass_read=simulated.read, times=times)
+    if rows is None:
+        return cost
+    passes = sum(-(-count // at_once) for count in rows)
+    share = None
+    if times is not None and run_seconds is not None and (whole := run_seconds + times * passes * seconds) > 0:
+        share = times * passes * seconds / whole
+    return replace(cost, rows=sum(rows), passes=passes, seconds=passes * seconds, run_share=share)
+
+
+def evaluations_left(every: int | None, *, at_start: bool, total: int, done: int | None) -> int:
+    """Counts the evaluations of a run from step `done` on (None: a new run): at its start, every so many steps, at its end."""
+    begun = done or 0
+    regular = 0 if every is None else total // every - begun // every
+    at_end = begun < total and (every is None or total % every != 0)
+    return regular + at_end + (at_start and done is None)
 
 
 def _kernels(prepared: Planned) -> str:

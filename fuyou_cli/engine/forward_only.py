@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from ..core.errors import PlanError, UsageError
 from ..core.units import gib
-from ..planner.evaluation_schedule import evaluation_schedule
 from ..planner.memory import MOST_PRODUCTS, PRODUCT_CODE
+from ..planner.schedule import evaluation_schedule
 from ..spec.model import Piece
 from ..spec.plan import MicroBatch, Numerics, even, lengths_up_to
 from .activations import Recompute

@@ -9,13 +9,13 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.advice.facts import evaluation_cost, evaluations_left
 from fuyou_cli.planner.bound import busy_seconds
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.evaluation_schedule import evaluation_cost, evaluation_schedule, evaluations_left
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.schedule import Schedule, plan_schedule
+from fuyou_cli.planner.schedule import Schedule, evaluation_schedule, plan_schedule
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Plan
 
