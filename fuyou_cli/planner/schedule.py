@@ -1,5 +1,5 @@
-"""Lists one training step as visits in order, and an evaluation. The executor follows the list and the simulator runs it. A step has no other
-description.
+"""Lists one training step as visits in order, and an evaluation. The executor follows the list and the simulator runs it: they
+have no other description.
 
 A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once), then
 backward through all stages. A head cut along the vocabulary has two passes: "logits" folds the loss of every token over the

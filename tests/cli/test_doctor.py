@@ -15,7 +15,7 @@ import pytest
 from fuyou_cli.cli import doctor
 from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB
-from fuyou_cli.machine import checks, drives
+from fuyou_cli.machine import drives
 
 from .conftest import tree, with_drive
 
@@ -45,7 +45,7 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_doctor_breaks_between_words(columns, monkeypatch, capsys):
-    check = checks.Check("memory", "some words " * 20, "what to do " * 20)
+    check = doctor.Check("memory", "some words " * 20, "what to do " * 20)
     monkeypatch.setattr(doctor, "examine", lambda folder: [check])
     monkeypatch.setenv("COLUMNS", str(columns))
     assert doctor.run_doctor(None, json_output=False)
@@ -66,11 +66,11 @@ def test_doctor_names_a_folder_in_memory(fuyou):
 
 
 def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
-    direct, io = checks._store_io(tmp_path)
+    direct, io = doctor._store_io(tmp_path)
     assert direct.status in ("ok", "note") and ("works" in direct.found or "refuses" in direct.found)
     assert (io.status, io.found.split()[0]) in (("ok", "io_uring:"), ("note", "threads"))
     assert list(tmp_path.iterdir()) == []
-    (check,) = checks._store_io(Path("/proc"))
+    (check,) = doctor._store_io(Path("/proc"))
     assert check.status == "problem" and "cannot write to /proc" in check.found
 
 
@@ -78,14 +78,14 @@ def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
 FORBIDDEN = """
 import ctypes, json, struct, sys
 from pathlib import Path
-from fuyou_cli.machine import checks
+from fuyou_cli.cli import doctor
 load, jump, give = (0x20, 0, 0, 0), (0x15, 0, 1, 425), 0x06
 code = b"".join(struct.pack("HBBI", *one) for one in (load, jump, (give, 0, 0, 0x50001), (give, 0, 0, 0x7FFF0000)))
 program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(kept := ctypes.create_string_buffer(code)))
 prctl = ctypes.CDLL(None).prctl
 if prctl(38, 1, 0, 0, 0) or prctl(22, 2, ctypes.c_char_p(program)):
     sys.exit(77)
-print(json.dumps([check.as_dict() for check in checks._store_io(Path(sys.argv[1]))][-1]))
+print(json.dumps([check.as_dict() for check in doctor._store_io(Path(sys.argv[1]))][-1]))
 """
 
 
@@ -109,13 +109,13 @@ def test_doctor_says_who_forbids_io_uring(tmp_path):
 
 def test_doctor_on_a_group_that_is_too_small():
     group = probe.CgroupMemory(version=2, path=Path("/sys/fs/cgroup/job"), limit=GiB // 2, in_use=0)
-    small = checks._group(group)
+    small = doctor._group(group)
     assert (
         small.status == "note"
         and "512 MiB (v2, /sys/fs/cgroup/job)" in small.found
         and "raise the group's limit" in small.advice
     )
-    roomy = checks._group(replace(group, limit=4 * GiB))
+    roomy = doctor._group(replace(group, limit=4 * GiB))
     assert (roomy.status, roomy.advice) == ("ok", "")
 
 
@@ -138,21 +138,21 @@ class Torch:
     ],
 )
 def test_doctor_on_a_gpu_that_torch_cannot_use(torch, advice):
-    check = checks._gpu_check(0, "a card", checks._cuda_version(12040), torch)
+    check = doctor._gpu_check(0, "a card", doctor._cuda_version(12040), torch)
     assert (check.name, check.status) == ("gpu 0", "note" if advice else "ok")
     assert advice in check.advice and bool(check.advice) == bool(advice)
 
 
 def test_doctor_on_a_card_without_a_driver(tmp_path):
-    none = checks._without_driver("no library", tmp_path)
+    none = doctor._without_driver("no library", tmp_path)
     assert (none.status, none.advice) == ("ok", "")
     tree(tmp_path / "sys/bus/pci/devices", {
         "0000:00:1f.0/vendor": "0x8086\n", "0000:00:1f.0/class": "0x030000\n", "0000:01:00.1/vendor": "0x10de\n",
         "0000:01:00.1/class": "0x040300\n",
     })  # fmt: skip
-    assert checks._without_driver("no library", tmp_path).status == "ok"  # another maker's, and a sound device
+    assert doctor._without_driver("no library", tmp_path).status == "ok"  # another maker's, and a sound device
     tree(tmp_path / "sys/bus/pci/devices", {"0000:01:00.0/vendor": "0x10de\n", "0000:01:00.0/class": "0x030200\n"})
-    card = checks._without_driver("no library", tmp_path)
+    card = doctor._without_driver("no library", tmp_path)
     assert card.status == "note" and "install NVIDIA's driver" in card.advice
 
 
@@ -161,7 +161,7 @@ def test_doctor_on_a_worn_drive_and_on_a_hard_disk(tmp_path, monkeypatch):
 
     def check(blocks):
         monkeypatch.setattr(drives, "nvme_wear", lambda device: drives.Wear(percent_used=0, written=512 * blocks))
-        (found,) = checks._drives(tmp_path, sysfs)
+        (found,) = doctor._drives(tmp_path, sysfs)
         return found
 
     fresh, worn = check(10**9), check(680 * 10**9)
@@ -183,11 +183,11 @@ def test_how_stages_on_a_gpu_are_updated_is_told(monkeypatch: pytest.MonkeyPatch
         return known[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert [*checks._kernel(None), *checks._kernel(none)] == []
-    (check,) = checks._kernel(cuda)
+    assert [*doctor._kernel(None), *doctor._kernel(none)] == []
+    (check,) = doctor._kernel(cuda)
     assert (check.status, check.found) == ("ok", "one kernel, compiled by cuda-bindings 13.0.3")
     known.clear()
-    (check,) = checks._kernel(cuda)
+    (check,) = doctor._kernel(cuda)
     assert (check.status, check.found) == ("note", "tensor operations") and "pip install cuda-bindings" in check.advice
 
 
@@ -208,6 +208,6 @@ def test_a_card_that_does_not_tell_its_memory_hides_no_other(monkeypatch: pytest
         nvmlDeviceGetName=lambda handle: f"card {handle}", nvmlDeviceGetMemoryInfo=memory,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    first, second = (check.found for check in checks._gpu() if check.name.startswith("gpu "))
+    first, second = (check.found for check in doctor._gpu() if check.name.startswith("gpu "))
     assert first == "card 0, memory not known (Not Supported), driver 580.1 for CUDA 13.0"
     assert second.startswith("card 1, 1.00 GiB of 2.00 GiB free")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fuyou_cli.cli import doctor
 from fuyou_cli.core import disk, probe
-from fuyou_cli.machine import checks, drives
+from fuyou_cli.machine import drives
 from fuyou_cli.machine.drives import rated_bytes
 from fuyou_cli.machine.profile import core_count
 
@@ -240,7 +241,7 @@ def test_how_worn_a_drive_says_it_is(tmp_path, monkeypatch):
     assert drives.nearly_worn((drive, replace(drive, percent_used=89))) == [
         "No Name reports that 95 % of its endurance is used"
     ]
-    (check,) = checks._drives(tmp_path, sysfs)
+    (check,) = doctor._drives(tmp_path, sysfs)
     assert check.status == "note" and "95% of its endurance used" in check.found
 
 
@@ -249,7 +250,7 @@ def test_what_may_be_pinned(tmp_path):
     assert probe.pinnable(plain) == (16 * GIB, "all of RAM")
     wsl = tree(tmp_path / "b", {"proc/meminfo": MEMINFO, "proc/sys/kernel/osrelease": "5.15-microsoft-standard-WSL2\n"})
     assert probe.pinnable(wsl)[0] == 8 * GIB and "WSL" in probe.pinnable(wsl)[1]
-    found = [checks._pinned(root) for root in (plain, wsl)]
+    found = [doctor._pinned(root) for root in (plain, wsl)]
     assert [(check.status, check.found) for check in found] == [
         ("ok", "16.00 GiB at most: all of RAM"), ("note", "8.00 GiB at most: WSL lets half of RAM be pinned"),
     ]  # fmt: skip
