@@ -290,7 +290,7 @@ def data(
     Counts what is read, cut and left out, and why; shows how long samples are, and the first rows of training with what of them
     is trained. Makes the rows as `fuyou finetune` does. Needs the tokenizer, but neither the model's weights nor a GPU.
     """
-    from .recipe_commands import run_data
+    from .data_command import run_data
 
     run_data(_loaded_recipe(recipe, overrides).recipe, number=number, json_output=json_output)
 

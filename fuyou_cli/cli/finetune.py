@@ -33,10 +33,10 @@ from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.resume import in_words
 
 from .console import status_console, write_last_result, write_status
+from .data_command import show_sample
 from .error_screen import like_ctrl_c
 from .launch import Rank
 from .render.charts import timeline_svg
-from .render.data_screen import show_sample
 from .render.plan_screen import show_changed, show_length, show_plan
 from .render.progress import RunDisplay, TransferDisplay, counting
 from .render.report_screen import from_to, show_summary

@@ -1,4 +1,4 @@
-"""Runs the commands that are about recipes: `fuyou init`, `validate`, `schema`, `recipes`, `data` and `quickstart`."""
+"""Runs the commands that are about recipes: `fuyou init`, `validate`, `schema`, `recipes` and `quickstart`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,9 @@ from fuyou_cli.data.sources import look
 from fuyou_cli.recipe.diagnostics import RecipeErrors
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.recipe.named import config_text, find_recipe, listed, shipped_file, shipped_recipes, summary, write_first_recipe
-from fuyou_cli.recipe.schema import Recipe, recipe_schema, reference
+from fuyou_cli.recipe.schema import recipe_schema, reference
 
-from .console import (
-    asked,
-    result_console,
-    status_console,
-    write_document,
-    write_json,
-    write_last_result,
-    write_result,
-    write_status,
-)
-from .error_screen import like_ctrl_c
+from .console import asked, status_console, write_document, write_json, write_last_result, write_result, write_status
 
 
 def loaded_with_notes(recipe: str | None, overrides: Sequence[str]) -> LoadedRecipe:
@@ -135,25 +125,6 @@ def run_cp(name: str, target: Path) -> None:
     except OSError as error:
         raise UsageError(f"{place} cannot be written: {error.strerror}") from None
     write_status(f"wrote {place}. Next: fuyou plan {place}")
-
-
-# ---- data ---------------------------------------------------------------------------------------------------------------
-
-
-@like_ctrl_c()  # so that the process that tokenises ends too
-def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
-    """Shows counts, lengths and the first `number` rows of training, made as a run makes them."""
-    from fuyou_cli.training.shown_data import preview
-
-    from .render.data_screen import show_data
-    from .render.progress import TransferDisplay
-
-    with TransferDisplay(status_console()) as progress:
-        shown = preview(recipe, number, whole=json_output, say=write_status, progress=progress)
-    if json_output:
-        write_json(shown.as_data())
-        return
-    show_data(result_console(), shown)
 
 
 # ---- quickstart ------------------------------------------------------------------------------------------------------

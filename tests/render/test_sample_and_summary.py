@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from fuyou_cli.cli.render.data_screen import show_sample
+from fuyou_cli.cli.data_command import show_sample
 from fuyou_cli.cli.render.report_screen import ranks, show_summary
 from fuyou_cli.core.units import GiB
 from fuyou_cli.training.report import RankFigures, RunReport
