@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
@@ -16,7 +16,6 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelFacts, ModelSpec
 from ..spec.plan import Numerics
 from .state.manifest import Manifest
-from .state.resume import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,10 +105,10 @@ def numerics_of(
     recipe: Recipe, facts: ModelFacts, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None,
     epoch: Epoch | None = None, range_experts: int = 0,
 ) -> Numerics:  # fmt: skip
-    """Resolves `auto` by fixed rules. A resumed run keeps its numerics. `micro`: the micro-batch size that replaces `auto`, in
-    rows; `epoch`: what is known of the rows; `range_experts`: in a stage, of blocks that do not fit whole."""
+    """Resolves `auto` by fixed rules. A resumed run keeps its numerics, whatever the recipe says (`resume` refuses others).
+    `micro`: the micro-batch size that replaces `auto`, in rows; `epoch`: what is known of the rows; `range_experts`: in a
+    stage, of blocks that do not fit whole."""
     if manifest is not None:
-        refuse_changed(recipe, facts, manifest)
         return manifest.numerics
     train, length = recipe.train, recipe.dataset.max_seq_len
     if train.micro_batch_size != "auto":
@@ -147,49 +146,6 @@ def sums_in(recipe: Recipe, micro: int, chunk: int) -> Dtype:
     # embedding, whose two gradients plain PyTorch also adds in the compute dtype.
     one_piece = recipe.train.batch_size == micro and chunk == 0
     return compute if compute == "float32" or one_piece else recipe.precision.grad_accum
-
-
-def refuse_changed(recipe: Recipe, facts: ModelFacts, saved: Manifest) -> None:
-    """Raises UsageError for a setting that differs from the saved run. `auto` keeps the saved value."""
-    train, was = recipe.train, saved.numerics
-    pairs: dict[str, tuple[Any, Any]] = {
-        "precision.compute": (was.compute_dtype, recipe.precision.compute),
-        "train.batch_size": (was.batch_size, train.batch_size),
-        "train.micro_batch_size": (was.micro_batch_size, train.micro_batch_size),
-        "dataset.max_seq_len": (was.max_seq_len, recipe.dataset.max_seq_len),
-        "train.head_chunk_tokens": (was.head_chunk_tokens, train.head_chunk_tokens),
-        "train.head_chunk_vocab": (was.vocabulary_rows, "auto" if train.head_chunk_vocab == "auto" else facts.vocabulary_rows),
-        "train.threads": (was.torch_threads, train.threads),
-        "seed": (was.seed, recipe.seed),
-        "train.lanes": (was.lanes, train.lanes),
-        "optimizer.state_dtype": (saved.state_dtype, recipe.optimizer.state_dtype),
-        "optimizer.name": (saved.rule, recipe.optimizer.name),
-        "train.router_aux_loss": (was.router_aux_loss or "null", train.router_aux_loss or "null"),
-        "model.quantize": (saved.quantisation or "none", recipe.model.quantisation or "none"),
-    }
-    changed = [(key, before, now) for key, (before, now) in pairs.items() if now not in ("auto", before)]
-    micro = was.micro_batch_size if train.micro_batch_size == "auto" else train.micro_batch_size
-    chunk = was.head_chunk_tokens if train.head_chunk_tokens == "auto" else train.head_chunk_tokens
-    said = None if saved.settings is None else saved.settings.get("precision.grad_accum")
-    # Sums may have another dtype because there is one piece, or no longer: then the key that says so is named already.
-    is_named = bool(changed) if said is None else said == recipe.precision.grad_accum
-    if sums_in(recipe, micro, chunk) != was.accumulate_dtype and not is_named:
-        changed.insert(0, ("precision.grad_accum", said or was.accumulate_dtype, recipe.precision.grad_accum))
-    if changed:
-        reason = "; ".join(f"{key} was {was}, is {now_is}" for key, was, now_is in changed)
-        old = " ".join(f"{key}={was}" for key, was, _ in changed)
-        old = old.replace("model.quantize=nf4_double", "model.quantize=nf4 model.double_quant=true")
-        asked_now = settings_of(recipe, device=recipe.offload.device)
-        others = refused_later(changed_keys(saved.settings, asked_now, step=saved.step), [key for key, _, _ in changed])
-        rates = [change for change in others if is_rate(change)]
-        kept = [change for change in others if change not in rates]
-        reason += "; they decide the bits of every step" + (f"; and {in_words(others)}" if others else "")
-        old += f" {put_back(kept)}" if kept else ""
-        old += f" (--accept-changes goes on with {' and '.join(change.key for change in rates)})" if rates else ""
-        raise UsageError(
-            f"the saved run cannot be resumed, because its numerics changed: {reason}",
-            hint=f"put the old values back: {old}; or start over with checkpoint.resume=never",
-        )
 
 
 def usual_tokens(hardware: HardwareProfile) -> int:

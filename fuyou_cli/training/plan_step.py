@@ -39,14 +39,13 @@ from .numerics import (
     gpu_limit,
     likely_sizes,
     numerics_of,
-    refuse_changed,
     sizes_of,
     timed_shapes,
     usual_tokens,
     widths_of,
 )
 from .peers import Alike
-from .prepare import Fetched, Inspected, Planned, Ready, Say, StoreDisks, fields_of, in_place_of, unheard
+from .prepare import Fetched, Inspected, Planned, Ready, Say, StoreDisks, check_resumed, fields_of, in_place_of, unheard
 from .state.resume import refused, steps_left
 
 if TYPE_CHECKING:
@@ -514,12 +513,12 @@ class _Planner:
 
 
 def _resumable(inspected: Inspected, say: Say) -> Inspected:
-    """Drops the saved run if it cannot be resumed with these numerics, and plans as for a new run. A run would be refused."""
-    if inspected.to_run or inspected.manifest is None:
-        return inspected
+    """Drops the saved run if it cannot be resumed with this recipe, and plans as for a new run. A run is refused."""
     try:
-        refuse_changed(inspected.recipe, inspected.known.facts, inspected.manifest)
+        check_resumed(inspected, accept_changes=True)
     except FuyouError as error:
+        if inspected.to_run:
+            raise
         say(refused(error))
         return replace(inspected, saved=None)
     return inspected

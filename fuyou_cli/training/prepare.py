@@ -26,7 +26,7 @@ from ..spec.plan import Plan
 from .adapting import as_started, check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
-from .numerics import check_positions, check_tokens, refuse_changed
+from .numerics import check_positions, check_tokens
 from .state.at_rest import SavedStore
 from .state.manifest import Change, Manifest, Untouched, newest, written_at
 from .state.recovery import saved_by_all
@@ -396,10 +396,10 @@ def check_resumed(inspected: Inspected, *, accept_changes: bool) -> None:
     """Raises UsageError if the recipe alone tells that the saved run cannot go on with it: before this machine is measured for
     that run, which takes a minute. `tokenise` looks at the rest."""
     if (saved := inspected.manifest) is not None:
-        recipe = inspected.recipe
-        refuse_changed(recipe, inspected.known.facts, saved)
-        total = steps_of(recipe, None)
-        check_unchanged_recipe(saved, recipe, device=inspected.device, total_steps=total, accepted=accept_changes)
+        check_unchanged_recipe(
+            saved, inspected.recipe, inspected.known.facts, device=inspected.device,
+            total_steps=steps_of(inspected.recipe, None), accepted=accept_changes,
+        )  # fmt: skip
 
 
 def _prompts(resolved: Resolved, known: KnownModel, say: Say) -> FixedPrompts | None:

@@ -375,7 +375,7 @@ def test_a_coefficient_stays_that_of_the_run(mixture: NewProject) -> None:
     written = project.recipe.read_text()
     train(project)
     project.recipe.write_text(written.replace("router_aux_loss: 0.5", "router_aux_loss: null"))
-    told = r"its numerics changed: train\.router_aux_loss was 0\.5, is null"
+    told = r"its numerics changed since it was saved: train\.router_aux_loss was 0\.5, is null"
     with pytest.raises(UsageError, match=told) as refused:
         prepared_run(project)
     assert refused.value.hint is not None and "train.router_aux_loss=0.5" in refused.value.hint

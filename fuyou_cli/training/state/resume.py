@@ -26,8 +26,9 @@ from ...core.paths import folder
 from ...recipe.diagnostics import spelt
 from ...recipe.load import as_override
 from ...recipe.rules import REMOVED_KEYS
-from ...spec.model import ModelSpec
+from ...spec.model import ModelFacts, ModelSpec
 from ...spec.plan import Plan, Span
+from ..numerics import sums_in
 from . import manifest as manifests
 from .at_rest import SavedStore, changed_files, find_saved_store, used_since
 from .manifest import TENSORS, Change, Manifest
@@ -61,18 +62,18 @@ _FREE = (
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What one fingerprint covers. `by_content`: other keys than before may name the same."""
+    """What one fingerprint covers."""
 
     words: str  # in a recipe's
     keys: tuple[str, ...] = ()  # that it is of
     why: str = ""  # a run keeps it
-    by_content: bool = False
 
 
 _BITS = "it decides the bits of every step"
 _ROWS = "the rows that are left depend on it"
 _ORIGIN = ("model.name_or_path", "model.revision")
 _SUBJECTS = {
+    "numerics": _Subject("its numerics", why="they decide the bits of every step"),  # its keys are those of `_changed_numerics`
     "optimizer": _Subject("optimizer", ("optimizer",), "momentum and variance were made with it"),
     "schedule": _Subject("the learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)", _SCHEDULE),
     "clipping": _Subject("train.clip_grad_norm", ("train.clip_grad_norm",), "all of a run's gradients are clipped alike"),
@@ -81,21 +82,14 @@ _SUBJECTS = {
     "compile": _Subject("train.compile", ("train.compile",), _BITS),
     "deterministic": _Subject("train.deterministic", ("train.deterministic",), _BITS),
     "shuffle": _Subject("dataset.shuffle", ("dataset.shuffle",), _ROWS),
-    "mixture": _Subject("the weights in dataset.train", ("dataset.train",), _ROWS, by_content=True),
+    "mixture": _Subject("the weights in dataset.train", ("dataset.train",), _ROWS),
     "frozen": _Subject("which parameters are trained (freeze)", ("freeze",), "only what is trained has states"),
     "adapter": _Subject("the adapter (adapter)", ("adapter",), "what is saved has its shapes and scale"),
-    "data": _Subject("the tokens of the data (dataset, tokenizer)", ("dataset", "tokenizer"), by_content=True),
-    "device": _Subject(
-        "the kind of device (offload.device; for auto: whether there is a GPU)", ("offload.device",), _BITS, by_content=True
-    ),
-    "model": _Subject(
-        "the model's configuration (model.name_or_path)", _ORIGIN, "what is saved was trained from it", by_content=True
-    ),
+    "data": _Subject("the tokens of the data (dataset, tokenizer)", ("dataset", "tokenizer")),
+    "device": _Subject("the kind of device (offload.device; for auto: whether there is a GPU)", ("offload.device",), _BITS),
+    "model": _Subject("the model's configuration (model.name_or_path)", _ORIGIN, "what is saved was trained from it"),
     "weights": _Subject(
-        "the weights it began with (model.name_or_path, model.revision)",
-        _ORIGIN,
-        "what is saved was trained from it",
-        by_content=True,
+        "the weights it began with (model.name_or_path, model.revision)", _ORIGIN, "what is saved was trained from it"
     ),
     "code": _Subject("the model's own code (*.py in model.name_or_path)", why="what is saved was trained with it"),
 }
@@ -306,26 +300,29 @@ def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
 
 def check_unchanged_run(
     saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int, settings: Mapping[str, Any] | None = None,
-    accepted: bool = False,
+    accepted: bool = False, numerics: Sequence[Change] = (), unread: Sequence[str] = (),
 ) -> tuple[Change, ...]:  # fmt: skip
     """Returns the changes of the recipe that the run goes on with and remembers. `settings`: its keys now; `accepted`: a rate,
-    schedule or length may be another. Raises UsageError that names every other one, with its old and new value."""
-    changes = changed_keys(saved.settings, settings, step=saved.step)
+    schedule or length may be another; `numerics`: those of the run that the recipe would have otherwise; `unread`: what is
+    compared later by its content. Raises UsageError that names every other one, with its old and new value."""
+    own = [change.key for change in numerics]
+    changes = [change for change in changed_keys(saved.settings, settings, step=saved.step) if change.key not in own]
     names = dict.fromkeys((*fingerprints, *saved.fingerprints))
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if "frozen" in changed and "model" in changed:
         changed.remove("model")  # its stages are laid out by what is frozen
     may = [name for name in changed if name == "schedule" or ((of := _of_subject(name, changes)) and all(map(is_rate, of)))]
-    refused = [name for name in changed if not accepted or name not in may]
-    if any(name not in may for name in refused):
-        raise _changed(saved, refused, may, changes)
+    if numerics:  # the optimizer's are named by their keys, unless another key of its has changed
+        changed = ["numerics", *(name for name in changed if name != "optimizer" or _of_subject(name, changes))]
+    if any(name not in may for name in changed):
+        raise _changed(saved, changed, may, changes, numerics=numerics, unread=unread)
     if saved.step > total_steps:
         raise UsageError(
             f"the saved run has done {saved.step} steps, but the recipe asks for {total_steps}",
             hint=f"write train.max_steps={saved.step} or more, or raise train.epochs; `fuyou export` writes the model as it is",
         )
-    if refused:
-        raise _changed(saved, refused, may, changes)
+    if changed and not accepted:
+        raise _changed(saved, changed, may, changes, unread=unread)
     unknown = changed if saved.settings is None else []
     return (
         *(Change(step=saved.step, key=_in_words_of(name), before=None, now=None) for name in unknown),
@@ -333,26 +330,64 @@ def check_unchanged_run(
     )
 
 
-def check_unchanged_recipe(saved: Manifest, recipe: Recipe, *, device: str, total_steps: int, accepted: bool) -> None:
-    """Does the same for what the recipe alone tells: nothing is measured and no data read for a run that is refused.
-    `total_steps`: 0 where the data decides."""
+def check_unchanged_recipe(
+    saved: Manifest, recipe: Recipe, facts: ModelFacts, *, device: str, total_steps: int, accepted: bool
+) -> None:
+    """Does the same for what the recipe tells, with the model's `facts`: nothing is measured and no data read for a run that is
+    refused. `total_steps`: 0 where the data decides."""
     now = _digests(_of_recipe(recipe, device=device, total_steps=total_steps))
     if not total_steps:
         del now["schedule"]
     others = {name: digest for name, digest in saved.fingerprints.items() if name not in _OFTEN_WITHOUT}
-    settings = settings_of(recipe, device=device)
-    check_unchanged_run(saved, {**others, **now}, total_steps=total_steps or saved.step, settings=settings, accepted=accepted)
+    check_unchanged_run(
+        saved, {**others, **now}, total_steps=total_steps or saved.step, settings=settings_of(recipe, device=device),
+        accepted=accepted, numerics=_changed_numerics(saved, recipe, facts), unread=("frozen", "data", "model"),
+    )  # fmt: skip
+
+
+def _changed_numerics(saved: Manifest, recipe: Recipe, facts: ModelFacts) -> list[Change]:
+    """Returns the settings that decide a run's bits and that differ from the saved run's. `auto` keeps the saved value."""
+    train, was = recipe.train, saved.numerics
+    rested, rests = saved.quantisation or "none", recipe.model.quantisation or "none"
+    pairs: dict[str, tuple[Any, Any]] = {
+        "precision.compute": (was.compute_dtype, recipe.precision.compute),
+        "train.batch_size": (was.batch_size, train.batch_size),
+        "train.micro_batch_size": (was.micro_batch_size, train.micro_batch_size),
+        "dataset.max_seq_len": (was.max_seq_len, recipe.dataset.max_seq_len),
+        "train.head_chunk_tokens": (was.head_chunk_tokens, train.head_chunk_tokens),
+        "train.head_chunk_vocab": (was.vocabulary_rows, "auto" if train.head_chunk_vocab == "auto" else facts.vocabulary_rows),
+        "train.threads": (was.torch_threads, train.threads),
+        "seed": (was.seed, recipe.seed),
+        "train.lanes": (was.lanes, train.lanes),
+        "optimizer.state_dtype": (saved.state_dtype, recipe.optimizer.state_dtype),
+        "optimizer.name": (saved.rule, recipe.optimizer.name),
+        "train.router_aux_loss": (was.router_aux_loss or None, train.router_aux_loss or None),
+        "model.quantize": (rested.removesuffix("_double"), rests.removesuffix("_double")),
+        "model.double_quant": (rested.endswith("_double"), rests.endswith("_double")),
+    }
+    changed = {key: pair for key, pair in pairs.items() if pair[1] not in ("auto", pair[0])}
+    micro = was.micro_batch_size if train.micro_batch_size == "auto" else train.micro_batch_size
+    chunk = was.head_chunk_tokens if train.head_chunk_tokens == "auto" else train.head_chunk_tokens
+    said = None if saved.settings is None else saved.settings.get("precision.grad_accum")
+    # Sums may have another dtype because there is one piece, or no longer: then the key that says so is named already.
+    is_named = bool(changed) if said is None else said == recipe.precision.grad_accum
+    if sums_in(recipe, micro, chunk) != was.accumulate_dtype and not is_named:
+        changed = {"precision.grad_accum": (said or was.accumulate_dtype, recipe.precision.grad_accum), **changed}
+    return [Change(step=saved.step, key=key, before=before, now=now) for key, (before, now) in changed.items()]
 
 
 def _in_words_of(name: str) -> str:
     return _SUBJECTS[name].words if name in _SUBJECTS else name
 
 
-def _changed(saved: Manifest, names: Sequence[str], may: Sequence[str], changes: Sequence[Change]) -> UsageError:
+def _changed(
+    saved: Manifest, names: Sequence[str], may: Sequence[str], changes: Sequence[Change], *, numerics: Sequence[Change] = (),
+    unread: Sequence[str] = (),
+) -> UsageError:  # fmt: skip
     """Makes the error for a recipe that is another one in what fingerprints of these names are of; `may`: those that a run may
     go on with."""
     what = f"the saved run cannot be resumed, because {' and '.join(map(_in_words_of, names))} changed since it was saved"
-    of_these = list({change.key: change for name in names for change in _of_subject(name, changes)}.values())
+    of_these = [*numerics, *_of_subjects(names, changes)]
     if of_these:
         what += f": {in_words(of_these)}"
     elif saved.settings is None and any(name in _UNRECORDED for name in names):
@@ -366,6 +401,8 @@ def _changed(saved: Manifest, names: Sequence[str], may: Sequence[str], changes:
     rates = [change.key for change in of_these if is_rate(change)] if kept else []
     if whys := dict.fromkeys(_SUBJECTS[name].why for name in kept if name in _SUBJECTS and _SUBJECTS[name].why):
         what += f"; {'; '.join(whys)}"
+    if others := [change for change in _of_subjects(unread, changes) if change not in of_these]:
+        what += f"; and {in_words(others)}, with which data and model have to be the same"
     of_these = [change for change in of_these if change.key not in rates]
     ways.append(f"put it back: {put_back(of_these)}" if of_these else "put back what changed")
     ways[-1] += f" (--accept-changes goes on with {' and '.join(rates)})" if rates else ""
@@ -493,16 +530,13 @@ def _of_subject(name: str, changes: Sequence[Change]) -> list[Change]:
     return [change for change in changes if _is_below(change.key, keys) and not _is_below(change.key, _FREE)]
 
 
+def _of_subjects(names: Sequence[str], changes: Sequence[Change]) -> list[Change]:
+    return list({change.key: change for name in names for change in _of_subject(name, changes)}.values())
+
+
 def is_rate(change: Change) -> bool:
     """Tells whether a run goes on with another value of a key where that is accepted."""
     return _is_below(change.key, RATES)
-
-
-def refused_later(changes: Sequence[Change], told: Sequence[str]) -> list[Change]:
-    """Returns the changes, beside the keys that are `told` already, that would be refused once the data is read."""
-    names = [name for name, subject in _SUBJECTS.items() if not subject.by_content]
-    refused = {change.key: change for name in names for change in _of_subject(name, changes)}
-    return [change for key, change in refused.items() if key not in told]
 
 
 def _is_below(key: str, names: Sequence[str]) -> bool:
