@@ -211,9 +211,7 @@ class Run:
             else:
                 self._begin(progress)
             if self._peers is not None and self._peers.are_replicas:
-                from .state.copies import share_saved
-
-                share_saved(self._peers, self.saver, resumed=saved is not None)
+                self.saver.share_saved(self._peers, resumed=saved is not None)
                 self.rates = self._learning_rate()
 
     def _begin(self, progress: Callable[[int], None]) -> None:

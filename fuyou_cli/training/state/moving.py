@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.errors import DamagedStateError, FuyouError, UsageError
-from ...engine.updates import MODULUS, Sums
+from ...engine.updates import MODULUS
 from ...planner.ledgers import Record
 from ...spec.plan import Span
 from ...swap.kernels import CHECKSUM_BLOCK, checksum
 from . import manifest as manifests
 from .at_rest import PIECE, OpenStore, Progress, SavedStore, at_rest, not_as_named
 from .manifest import TENSORS, Manifest, StoredExtent, StoredStage
-from .storage import StageFiles
+from .storage import StageFiles, set_as_saved
 from .store_folders import of_any_count, rank_count, read_store, refuse_in_use, remove_store
 
 _TURNS = 2  # pieces; one is read while the other is written
@@ -52,9 +52,7 @@ def bring_stages(
 def _bring_stage(
     store: OpenStore, stage: StoredStage, files: StageFiles, record: Record, window: Span, progress: Progress
 ) -> None:
-    record.generation, record.turn = stage.generation, stage.turn
-    record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
-    record.sums = Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
+    set_as_saved(record, stage)
     for name in TENSORS:
         if (extent := getattr(stage, name)) is None:
             continue

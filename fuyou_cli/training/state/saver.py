@@ -9,13 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from ...core.process import SILENT, Patience
 from ...core.units import align_up
 from ...engine.context import PAGE
 from ...engine.devices.base import Device
-from ...planner.ledgers import Residency
+from ...engine.updates import Sums
+from ...planner.ledgers import Record, Residency
 from ...spec.plan import Span
 from ...swap.store import Store
 from ..prepare import Ready
@@ -37,8 +38,11 @@ from .kept_companions import written_companions
 from .manifest import MOST_CHANGES, Change, Evaluated, Manifest, RankShare, State
 from .moving import bring_stages, remove_elsewhere, stores_of
 from .resume import library_versions
-from .storage import StageFiles
+from .storage import OF_RECORD, StageFiles, at_rest
 from .store_folders import LOSSES, NEW_PART, PART_FILE, SPARE, read_losses, write_losses
+
+if TYPE_CHECKING:
+    from ..peers import Peers
 
 # ---- commits ----------------------------------------------------------------------------------------------------------
 
@@ -118,6 +122,8 @@ class Commits:
 
 _SPARE_BYTES = 4 << 20  # disk reserved for the last manifest and its losses
 _SPARE_PER_STEP = 8  # bytes of one loss
+_SHARED = ("step", "skipped", "skipped_in_row", "random", "peak_after_warmup")  # of `Standing`
+_PIECE = 1 << 24  # bytes that replicas share at once, at most
 _SPARE_PER_TENSOR = 1 << 10  # bytes: a manifest says this much of one at most, in practice
 
 
@@ -332,14 +338,55 @@ class Saver:
         if self._peers is None or self._peers.is_first:
             remove_elsewhere(self.folder, self.standing.run, self.standing.step, also=also, say=self.say)
 
-    def take_over(self) -> None:
-        """Goes on from the state that `standing`, the records and the store have been given by another replica."""
-        assert self._is_copy
-        given = self._manifest("committed")
-        self.files.restore(given, self.residency.records)
-        self.commits.restart(given)
-        self.residency.commits.base = given.step
-        restore_generators(given.random, self.device.torch_device)
+    def share_saved(self, peers: Peers, *, resumed: bool) -> None:
+        """Makes the other replicas, which keep nothing of their own, go on from where the first one does, if that has `resumed`
+        a run. All call it once they have loaded their weights. Frozen ones each has from the checkpoint. What is trained goes
+        from the first one's store to theirs; afterwards all read what rests in RAM from their stores. Raises PeerLost."""
+        records, standing, window = self.residency.records, self.standing, self.window()
+        own = None
+        if resumed:
+            of_records = [
+                {name: getattr(record, name) for name in OF_RECORD} | {"sums": asdict(record.sums)} for record in records
+            ]
+            own = {"standing": {name: getattr(standing, name) for name in _SHARED}, "records": of_records}
+        every = peers.all_gather("saved state", [window.size, own])
+        of_first, most = every[0][1], min(_PIECE, *(size for size, _ in every)) // PAGE * PAGE
+        if of_first is None:
+            return
+        for record, known in zip(records, of_first["records"], strict=True):
+            if self._is_copy:  # its frozen weights stay as they were loaded here
+                for name in OF_RECORD:
+                    setattr(record, name, known[name])
+                record.sums = replace(Sums(**known["sums"]), frozen=record.sums and record.sums.frozen)
+            for extent in self._trained_extents(record):
+                for begin in range(0, extent.size, most):
+                    piece = Span(offset=window.offset, size=min(most, extent.size - begin))
+                    self._share(peers, piece, extent.offset + begin, record.stage)
+        if self._is_copy:
+            for name, value in of_first["standing"].items():
+                setattr(standing, name, value)
+            given = self._manifest("committed")
+            self.commits.restart(given)
+            self._go_on_from(given)
+        assert self.commits.last is not None
+        self.files.restore(self.commits.last, records)
+
+    def _trained_extents(self, record: Record) -> Iterator[Span]:
+        """Yields where what is trained of a stage rests in the store."""
+        if self.files.model.stages[record.stage].trained:
+            for name in at_rest(record):
+                extent = self.files.plan.stages[record.stage].extent(name, record.turn)
+                if name != "frozen" and extent is not None:
+                    yield extent
+
+    def _share(self, peers: Peers, piece: Span, offset: int, stage: int) -> None:
+        """Brings a piece of the store at `offset` from the first replica to the others, through the arena's `piece`."""
+        daemon = self.files.daemon
+        if peers.is_first:
+            daemon.wait(daemon.read(piece.offset, offset, piece.size, label=stage, compared=False))
+        peers.ranks.share(self.files.memory.tensor(piece, torch.uint8), 0)
+        if self._is_copy:
+            daemon.wait(daemon.write(piece.offset, offset, piece.size, label=stage))
 
     def _as_all_have(self, newest: Manifest) -> Manifest:
         """Returns the newest commit that is whole on every rank; `newest` is on this one."""

@@ -289,9 +289,7 @@ class StageFiles:
         """Sets generations as saved, and reads back the tensors that rest in RAM or on the device."""
         check_stages(saved, self.model, self.plan)
         for plan, record, stage in zip(self.plan.stages, records, saved.stages, strict=True):
-            record.generation, record.turn = stage.generation, stage.turn
-            record.sums = Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
-            record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
+            set_as_saved(record, stage)
             if self.daemon.written is not None:  # from now on each read of its extents is checked
                 for extent in (*(extent for _, extent in stage.extents()), *stage.summed_pieces):
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
@@ -340,6 +338,16 @@ class StageFiles:
                 for t in stage.tensors
             ),
         )  # fmt: skip
+
+
+OF_RECORD = ("generation", "turn", "zero_moments", "zero_remainder")  # that a saved stage has, too
+
+
+def set_as_saved(record: Record, stage: StoredStage) -> None:
+    """Sets what the ledger knows of a stage as it was saved."""
+    for name in OF_RECORD:
+        setattr(record, name, getattr(stage, name))
+    record.sums = Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
 
 
 def _begun(stage: StageSpec, record: Record, source: FirstWeights) -> bool:
