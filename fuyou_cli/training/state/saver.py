@@ -122,9 +122,11 @@ class Commits:
 
 _SPARE_BYTES = 4 << 20  # disk reserved for the last manifest and its losses
 _SPARE_PER_STEP = 8  # bytes of one loss
-_SHARED = ("step", "skipped", "skipped_in_row", "random", "peak_after_warmup")  # of `Standing`
 _PIECE = 1 << 24  # bytes that replicas share at once, at most
 _SPARE_PER_TENSOR = 1 << 10  # bytes: a manifest says this much of one at most, in practice
+# What a manifest says of a run's standing, under the same names; replicas share the first ones.
+_SHARED = ("step", "skipped", "skipped_in_row", "random", "peak_after_warmup")
+_OF_STANDING = (*_SHARED, "evaluated", "evaluated_before", "changes")
 
 
 @dataclass(slots=True)
@@ -153,10 +155,9 @@ class Standing:
 
     def resume(self, saved: Manifest) -> None:
         """Takes over everything from the manifest but the losses."""
-        self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
-        self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
-        self.evaluated, self.evaluated_before = saved.evaluated, saved.evaluated_before
-        self.peak_after_warmup, self.changes = saved.peak_after_warmup, saved.changes
+        self.written_before = saved.written_total
+        for name in _OF_STANDING:
+            setattr(self, name, getattr(saved, name))
 
     def is_over(self, *, skipped: bool) -> None:
         """Counts one more step. `skipped`: the step updated nothing."""
@@ -486,7 +487,6 @@ class Saver:
             stripe=plan.io.stripe,
             store_size=plan.store_size,
             state=state,
-            step=standing.step,
             written_total=standing.written_before + self.files.daemon.counters().written_bytes,
             model_dir=str(ready.planned.model_dir.resolve()),
             architecture=model.architecture,
@@ -498,17 +498,11 @@ class Saver:
             numerics=plan.numerics,
             fingerprints=ready.fingerprints,
             libraries=library_versions(ready.planned.recipe),
-            random=standing.random,
             stages=stages,
-            skipped=standing.skipped,
-            skipped_in_row=standing.skipped_in_row,
-            evaluated=standing.evaluated,
-            evaluated_before=standing.evaluated_before,
             untouched=ready.untouched,
-            peak_after_warmup=standing.peak_after_warmup,
             settings=ready.settings,
-            changes=standing.changes,
             share=share,
+            **{name: getattr(standing, name) for name in _OF_STANDING},
         )
 
     def _release_disk(self) -> None:
