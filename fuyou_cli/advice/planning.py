@@ -17,8 +17,7 @@ from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.probe import IN_MEMORY, mount_of, process_bytes
 from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.machine.described import on_described
-from fuyou_cli.machine.first_measurement import measure_once
-from fuyou_cli.machine.profile import core_count, hardware_for
+from fuyou_cli.machine.profile import core_count, hardware_for, measure_once
 from fuyou_cli.planner.place import Candidate, least_memory
 from fuyou_cli.planner.run_planner import Effort
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe

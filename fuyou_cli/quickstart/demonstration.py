@@ -23,8 +23,7 @@ from fuyou_cli.core.errors import FuyouError, Interrupted, OutOfSpaceError, Plan
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import GiB, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
-from fuyou_cli.machine.first_measurement import measure_once
-from fuyou_cli.machine.profile import core_count, usable_memory
+from fuyou_cli.machine.profile import core_count, measure_once, usable_memory
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
 from fuyou_cli.recipe.schema import Recipe

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.machine import first_measurement
+from fuyou_cli.machine import profile
 from fuyou_cli.machine.measure import timing
 from fuyou_cli.machine.profile import assumed_hardware, hardware_for, keep
 from fuyou_cli.spec.hardware import StageRate
@@ -95,9 +95,9 @@ def test_a_bench_that_is_ended_while_it_opens_its_store(tmp_path: Path) -> None:
 def test_a_bench_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ended and its files removed; what somebody else measures there stays."""
     (tmp_path / "fuyou-bench-1-abc").mkdir()
-    monkeypatch.setattr(first_measurement, "PATIENCE", 1.0)
+    monkeypatch.setattr(profile, "PATIENCE", 1.0)
     with pytest.raises(subprocess.TimeoutExpired):
-        first_measurement._run([sys.executable, "-c", DEAF, str(tmp_path)], environment(), [tmp_path])
+        profile._run([sys.executable, "-c", DEAF, str(tmp_path)], environment(), [tmp_path])
     assert {path.name for path in tmp_path.iterdir()} == {"fuyou-bench-1-abc"}
 
 
@@ -111,7 +111,7 @@ def test_a_bench_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_why_nothing_was_measured(code: int, err: str, said: str) -> None:
-    assert first_measurement._reason(err, code) == said
+    assert profile._reason(err, code) == said
 
 
 @pytest.mark.parametrize(("first", "ways"), [((0, ""), 1), ((1, "too long"), 1), ((2, "it has experts"), 2)])
@@ -126,9 +126,9 @@ def test_the_machine_alone_is_measured_where_the_model_was_refused(
         return first if len(asked) == 1 else (0, "")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(first_measurement, "_measured", measured)
+    monkeypatch.setattr(profile, "_measured", measured)
     recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
-    first_measurement.measure_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu", say=print)  # type: ignore[arg-type]
+    profile.measure_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu", say=print)  # type: ignore[arg-type]
     assert len(asked) == ways and asked[0][0] == "recipe.yaml" and asked[-1][0] == ("recipe.yaml" if ways == 1 else "--dir")
 
 
@@ -137,9 +137,9 @@ def test_nothing_is_measured_that_could_not_be_kept(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(first_measurement, "_measured", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(profile, "_measured", lambda *_: pytest.fail("it was measured"))
     recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
-    first_measurement.measure_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu", say=print)  # type: ignore[arg-type]
+    profile.measure_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu", say=print)  # type: ignore[arg-type]
     said = capsys.readouterr().out
     assert said.startswith("note: rates are assumed: ") and f"{tmp_path}/file/fuyou: Not a directory" in said
 
@@ -161,7 +161,7 @@ def test_what_was_measured_beside_others_is_measured_again_when_it_is_quiet(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(first_measurement, "cores_now", lambda: now)
+    monkeypatch.setattr(profile, "cores_now", lambda: now)
     found = replace(assumed_hardware(tmp_path), measured="2026-01-02")
     other = replace(RATE, hidden=16)
     keep(replace(found, others_cores=then, matmul_flops=1.0, stage_rates=(RATE, other)), tmp_path, say=print)
@@ -172,16 +172,16 @@ def test_what_was_measured_beside_others_is_measured_again_when_it_is_quiet(
         keep(replace(found, others_cores=now, matmul_flops=2.0, stage_rates=(replace(RATE, forward=2.0),)), tmp_path, say=print)
         return 0, ""
 
-    monkeypatch.setattr(first_measurement, "_measured", measured)
+    monkeypatch.setattr(profile, "_measured", measured)
     recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
     loaded: Any = SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[])
-    first_measurement.measure_once(loaded, "cpu", say=print)
+    profile.measure_once(loaded, "cpu", say=print)
     assert len(asked) == again and capsys.readouterr().out.startswith(said)
     kept = hardware_for(tmp_path, device="cpu", say=print)
     assert kept.matmul_flops == 1.0 + again
     assert [rate.forward for rate in kept.stage_rates] == ([2.0] if again else [1.0, 1.0])  # nothing that others slowed down
     if again:
-        first_measurement.measure_once(loaded, "cpu", say=print)
+        profile.measure_once(loaded, "cpu", say=print)
         assert len(asked) == 1
 
 
@@ -195,9 +195,9 @@ def test_a_machine_that_is_busy_the_first_time_is_told(
         keep(replace(assumed_hardware(tmp_path), measured="2026-01-02", others_cores=1.2), tmp_path, say=print)
         return 0, ""
 
-    monkeypatch.setattr(first_measurement, "_measured", measured)
+    monkeypatch.setattr(profile, "_measured", measured)
     recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
-    first_measurement.measure_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu", say=print)  # type: ignore[arg-type]
+    profile.measure_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu", say=print)  # type: ignore[arg-type]
     said = capsys.readouterr().out.splitlines()
     assert (
         said[0].startswith("measuring this machine, once")

@@ -10,8 +10,7 @@ import pytest
 
 from fuyou_cli.core.probe import mount_of
 from fuyou_cli.core.units import GiB
-from fuyou_cli.machine.first_measurement import _measured
-from fuyou_cli.machine.profile import assumed_hardware, keep
+from fuyou_cli.machine.profile import _measured, assumed_hardware, keep
 
 from .conftest import CommandIn, NewProject
 

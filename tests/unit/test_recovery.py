@@ -19,7 +19,6 @@ from fuyou_cli.training.peers import Place, box_sums, place_of
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.manifest import Manifest, RankShare
-from fuyou_cli.training.state.moving import remove_elsewhere
 from fuyou_cli.training.state.recovery import (
     Elsewhere,
     Offer,
@@ -30,6 +29,7 @@ from fuyou_cli.training.state.recovery import (
     one_back,
     saved_by_all,
 )
+from fuyou_cli.training.state.store_folders import remove_elsewhere
 
 K = 5
 NUMERICS = Numerics(

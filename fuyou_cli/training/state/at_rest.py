@@ -279,7 +279,7 @@ class SavedStore:
     seals: tuple[bytes | None, ...]
     # The stores of all ranks where several have trained the model. `manifest` then has every stage, and the first rank's rest.
     shares: tuple[SavedStore, ...] = ()
-    moves: bool = False  # another number of ranks has made it: a run brings it into folders of its own (`moving`)
+    moves: bool = False  # another number of ranks has made it: a run brings it into folders of its own (`storage`)
 
     def check_current(self) -> None:
         """Raises UsageError if another process has committed since. The store must be locked."""

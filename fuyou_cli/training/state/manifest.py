@@ -97,7 +97,7 @@ class StoredStage:
         first = self.params - self.quantised
         return packed_bank(quantisation, ((tensor.name, tensor.held) for tensor in self.tensors if tensor.offset >= first))
 
-    def extents(self) -> list[tuple[str, StoredExtent]]:
+    def extents(self) -> list[tuple[StateTensor, StoredExtent]]:
         """Returns the stage's tensors on the store, by name."""
         named = [(name, getattr(self, name)) for name in TENSORS]
         return [(name, extent) for name, extent in named if extent is not None]

@@ -5,7 +5,7 @@ So ranks that ended at any moment are at most one commit apart, and the one ahea
 of one run, and is refused by the name of the rank and of its folder.
 
 A run may go on with another number of ranks. Each number has folders of its own, so the state lies in others then, and is
-brought from there (`moving`). The choice is by what all ranks tell of their folders. Pure, but for reading manifests.
+brought from there (`storage`). The choice is by what all ranks tell of their folders. Pure, but for reading manifests.
 """
 
 from __future__ import annotations

@@ -36,10 +36,9 @@ from . import manifest as manifests
 from .at_rest import Damage, ExtentSums, Progress, SavedStore, compare
 from .kept_companions import written_companions
 from .manifest import MOST_CHANGES, Change, Evaluated, Manifest, RankShare, State
-from .moving import bring_stages, remove_elsewhere, stores_of
 from .resume import library_versions
-from .storage import OF_RECORD, StageFiles, at_rest
-from .store_folders import LOSSES, NEW_PART, PART_FILE, SPARE, read_losses, write_losses
+from .storage import OF_RECORD, StageFiles, resting, stores_of
+from .store_folders import LOSSES, NEW_PART, PART_FILE, SPARE, read_losses, remove_elsewhere, write_losses
 
 if TYPE_CHECKING:
     from ..peers import Peers
@@ -308,7 +307,7 @@ class Saver:
             self.say(f"note: {note}")
         standing.changes = (*saved.changes, *self.ready.changes)[-MOST_CHANGES:]
         compare(saved, self.files.model.sources, self._extent_sums(progress), say=self.say)
-        bring_stages(store, self.files, self.residency.records, self.window(), say=self.say, progress=progress)
+        self.files.bring(store, self.residency.records, self.window(), say=self.say, progress=progress)
         brought = self._manifest("committed")
         self._sync()
         damage: object
@@ -375,7 +374,7 @@ class Saver:
     def _trained_extents(self, record: Record) -> Iterator[Span]:
         """Yields where what is trained of a stage rests in the store."""
         if self.files.model.stages[record.stage].trained:
-            for name in at_rest(record):
+            for name in resting(record):
                 extent = self.files.plan.stages[record.stage].extent(name, record.turn)
                 if name != "frozen" and extent is not None:
                     yield extent

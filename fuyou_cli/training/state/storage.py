@@ -1,4 +1,5 @@
-"""Fills a run's store from a checkpoint, and moves whole stages between arena and store.
+"""Fills a run's store from a checkpoint, or from the stores of another number of ranks, and moves whole stages between arena
+and store.
 
 Loading streams each tensor through a weight slot, or through the stage's home in RAM. It needs the memory of one slot and one
 piece.
@@ -7,7 +8,7 @@ piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch
 
 from ...checkpoint.quantised_files import reads_parts
 from ...checkpoint.reader import TensorEntry, TensorReader
-from ...core.errors import SwapError, UsageError
+from ...core.errors import DamagedStateError, SwapError, UsageError
 from ...engine.context import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
 from ...engine.updates import MODULUS, DeviceStates, Extents, Sums
@@ -24,8 +25,9 @@ from ...spec.model import ITEM_SIZE, MOMENTS, Dtype, ModelSpec, StageSpec
 from ...spec.packed_tensors import PackedTensor
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
-from ...swap.kernels import Workers, checksum, split, sum_squares
+from ...swap.kernels import CHECKSUM_BLOCK, Workers, checksum, split, sum_squares
 from ..quantised_weights import DecodingReader, PackedReader, Read, quantise
+from .at_rest import PIECE, OpenStore, Progress, SavedStore, at_rest, not_as_named
 from .manifest import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
 from .resume import check_stages
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 # ---- first weights ----------------------------------------------------------------------------------------------------
 
 _PIECE = 1 << 22  # elements of a checkpoint that are converted at once
+_TURNS = 2  # pieces of another store; one is read while the other is written
 
 
 class FirstWeights:
@@ -283,16 +286,14 @@ class StageFiles:
     def _on_device(self, record: Record) -> Extents:
         """Returns a stage's tensors that rest on the device and are not zero."""
         extents = self.states.at_rest(record.stage, record.turn)
-        return {name: extents[name] for name in at_rest(record) if name in extents}
+        return {name: extents[name] for name in resting(record) if name in extents}
 
     def restore(self, saved: Manifest, records: Sequence[Record]) -> None:
         """Sets generations as saved, and reads back the tensors that rest in RAM or on the device."""
         check_stages(saved, self.model, self.plan)
         for plan, record, stage in zip(self.plan.stages, records, saved.stages, strict=True):
             set_as_saved(record, stage)
-            if self.daemon.written is not None:  # from now on each read of its extents is checked
-                for extent in (*(extent for _, extent in stage.extents()), *stage.summed_pieces):
-                    self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
+            self._expect((*(extent for _, extent in stage.extents()), *stage.summed_pieces))
             spec = self.model.stages[record.stage]
             if plan.updated_on_device and spec.source:
                 self._fetch_pieces(record.stage)
@@ -304,6 +305,62 @@ class StageFiles:
                 if self.states.copies.fetch(record.stage, target, span) != getattr(record.sums, name):
                     raise SwapError(f"{name} of {stage.name} changed between two reads of the store")
 
+    # ---- from another number of ranks ----------------------------------------------------------------------------
+    #
+    # Each number of ranks has folders of its own (`store_folders.of_rank`), and where a stage lies in a store follows from the
+    # plan of the rank that computes it. So every stage is copied, from the store of its owner before into that of its owner
+    # now, and compared with the checksums in the old manifest on the way, and read back from here before it is committed
+    # (`Saver.bring`). What is there stays as it is until all ranks have committed what is here: whatever ends the run before,
+    # the same command begins again from there.
+
+    def bring(
+        self, saved: SavedStore, records: Sequence[Record], window: Span, *, say: Callable[[str], None], progress: Progress
+    ) -> None:
+        """Copies the stages that are computed here into their places of the same turn. `window`: a span of the arena that
+        nobody else uses; `progress` gets the bytes copied. Raises DamagedStateError where one is not what was written."""
+        for share in stores_of(saved):
+            together = zip(share.manifest.stages, records, self.model.stages, strict=True)
+            own = [(stage, record) for stage, record, spec in together if stage.params and not spec.away]
+            if not own:
+                continue
+            with at_rest(share, arena=self.memory.arena, say=say, model_files="none") as store:
+                for stage, record in own:
+                    self._bring_stage(store, stage, record, window, progress)
+
+    def _bring_stage(self, store: OpenStore, stage: StoredStage, record: Record, window: Span, progress: Progress) -> None:
+        set_as_saved(record, stage)
+        for name, extent in stage.extents():
+            to = self.plan.stages[record.stage].extent(name, stage.turn)
+            assert to is not None and to.size == extent.size, (stage.name, name, extent, to)
+            if (total := self._copied(store, extent, to, window)) != extent.sum:
+                raise DamagedStateError(
+                    f"{name} of {stage.name}: {not_as_named(store.manifest, extent, total)}",
+                    hint="start as many ranks as before: they go back to the state before, where that is whole",
+                )
+            progress(extent.size)
+        self._expect(stage.summed_pieces)
+
+    def _expect(self, extents: Iterable[StoredExtent]) -> None:
+        """Has each read of these compared from now on, if reads are."""
+        if self.daemon.written is not None:
+            for extent in extents:
+                self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
+
+    def _copied(self, store: OpenStore, extent: StoredExtent, to: Span, window: Span) -> int:
+        """Copies an extent, and returns the checksum of what was read."""
+        most = min(PIECE, window.size // _TURNS // CHECKSUM_BLOCK * CHECKSUM_BLOCK)
+        total, writing = 0, list[int]()
+        for number, position in enumerate(range(0, extent.size, most)):
+            place, size = window.offset + number % _TURNS * most, min(most, extent.size - position)
+            if len(writing) == _TURNS:
+                self.daemon.wait(writing.pop(0))
+            store.daemon.wait(store.daemon.read(place, extent.offset + position, size))
+            total += checksum(store.arena.view(place, size), position=position)
+            writing.append(self.daemon.write(place, to.offset + position, size))
+        for ticket in writing:
+            self.daemon.wait(ticket)
+        return total % MODULUS
+
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str]) -> tuple[StoredStage, ...]:
         """Describes where every stage rests now. `stored_as`: names of the model's tensors in the checkpoint they came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
@@ -311,7 +368,7 @@ class StageFiles:
 
     def _described(self, stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str]) -> StoredStage:
         extents: dict[str, StoredExtent | None] = dict.fromkeys(TENSORS)
-        for name in at_rest(record) if stage.params else ():
+        for name in resting(record) if stage.params else ():
             if (extent := plan.extent(name, record.turn)) is not None:
                 total = getattr(record.sums, name)
                 assert total is not None, extent
@@ -350,6 +407,11 @@ def set_as_saved(record: Record, stage: StoredStage) -> None:
     record.sums = Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
 
 
+def stores_of(saved: SavedStore) -> tuple[SavedStore, ...]:
+    """Returns the stores that hold a state: those of all ranks that have trained it."""
+    return saved.shares or (saved,)
+
+
 def _begun(stage: StageSpec, record: Record, source: FirstWeights) -> bool:
     """Begins a stage's generation 0. Tells whether its weights need no remainder."""
     exact = source.begin(stage)
@@ -359,13 +421,13 @@ def _begun(stage: StageSpec, record: Record, source: FirstWeights) -> bool:
 
 def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[StateTensor, Span, Span]]:
     """Yields what of a stage rests in RAM and is not zero: its name, where, and the extent of the record's generation."""
-    for name in at_rest(record):
+    for name in resting(record):
         ram, extent = plan.ram(name), plan.extent(name, record.turn)
         if ram is not None and extent is not None:
             yield name, ram, extent
 
 
-def at_rest(record: Record) -> Iterator[StateTensor]:
+def resting(record: Record) -> Iterator[StateTensor]:
     """Yields the tensors of a stage that are not all zero."""
     yield "weights"
     yield "frozen"

@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -524,3 +524,52 @@ def _hold(paths: Sequence[Path], held: ExitStack) -> None:
 
 def _changed(path: Path) -> FuyouError:
     return FuyouError(f"{path} has changed since it was listed, so it was not removed", hint="run the same command again")
+
+
+def remove_elsewhere(folder: Path, run: str, step: int, *, also: Sequence[Path], say: Callable[[str], None]) -> None:
+    """Removes the stores that other numbers of ranks have of a run that is committed in `folder` after `step`. `also`: where
+    they may be, but beside it.
+
+    Killed at any moment, it leaves nothing that ranks would go on from or be refused for in place of what is in `folder`: a
+    rank that was a commit ahead of the others first goes back, and then no store says that it holds a state."""
+    places = list(dict.fromkeys((*of_any_count(folder), *also)))
+    ahead, given_up = list[tuple[Path, Manifest]](), list[tuple[Path, Manifest]]()
+    for place in places:
+        with suppress(UsageError):  # what cannot be read is left alone
+            if rank_count(place) == rank_count(folder):
+                continue
+            saved, _ = manifests.newest(place)
+            if saved is None or saved.run != run:
+                continue
+            older = manifests.before(place, saved)
+            if min(saved.step, saved.step if older is None else older.step) > step:
+                continue
+            places += [Path(other) for other in (saved.share.folders if saved.share else ()) if Path(other) not in places]
+            if older is not None and saved.step > step:
+                ahead.append((place, saved := older))
+            given_up.append((place, saved))
+    try:
+        for _, saved in given_up:
+            refuse_in_use(saved)
+        for place, older in ahead:
+            manifests.go_back(place, older)
+        for place, saved in given_up:
+            manifests.write(place, replace(saved, state="loading"))
+    except FuyouError as error:
+        say(f"note: what other numbers of ranks have saved of this run is no longer needed and could not be removed: {error}")
+        return
+    for place, _ in given_up:
+        _remove(place, say)
+
+
+def _remove(place: Path, say: Callable[[str], None]) -> None:
+    store = read_store(place / manifests.NAME)
+    try:
+        if store.refused:
+            raise FuyouError(store.refused[0])
+        remove_store(store)
+    except (FuyouError, OSError) as error:
+        say(f"note: {place} is no longer needed and could not be removed: {error}")
+        return
+    with suppress(OSError):
+        place.rmdir()
