@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from fuyou_cli.advice.facts import RunFacts, beside_plan, facts_of, of_rank, pro
 from fuyou_cli.advice.planning import command_of, machine_here, warn_of_memory
 from fuyou_cli.advice.room import check_export, check_output, export_folder, plan_problems, room_of
 from fuyou_cli.core import probe
-from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
+from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError, UsageError
 from fuyou_cli.core.paths import open_own
 from fuyou_cli.core.process import settle_allocator, settle_for_training, settle_libraries
 from fuyou_cli.core.units import gb
@@ -26,11 +28,11 @@ from fuyou_cli.training.peers import place_of
 from fuyou_cli.training.plan_step import plan, plan_downloaded, settle, with_waits
 from fuyou_cli.training.prepare import check_resumed, fetch, inspect, resolve, tokenise
 from fuyou_cli.training.report import EvalReport
-from fuyou_cli.training.run_folders import claimed, note_of_an_earlier_run
-from fuyou_cli.training.run_log import LOG, JsonlLog
+from fuyou_cli.training.run_log import LOG, JsonlLog, holds_a_run, read_logged_plan
 from fuyou_cli.training.state.at_rest import saved_store, size_of, to_compare
 from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.resume import in_words
+from fuyou_cli.training.state.store_folders import check_same_drive
 
 from .console import status_console, write_last_result, write_status
 from .data_command import show_sample
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
 
+_NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
 _GOES_ON = "the same command begins again, or goes on with the saved state"
 
 
@@ -217,6 +220,54 @@ def _show_data(summary: DataSummary) -> None:
         f"{summary.split:,} split, {summary.dropped:,} dropped, {some(summary.without_loss, 'row')} without loss skipped"
     )
     show_sample(status_console(), summary.preview)
+
+
+# ---- the output_dir ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def claimed(out: Path, *, say: Callable[[str], None]) -> Iterator[None]:
+    """Makes the folder if needed, and locks it for the length of the context, so that two runs never mix their logs and
+    models. A file system without folder locks is accepted. Raises UsageError if another run has the lock."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"output_dir: another run uses {out}", hint="wait until it ends, or give this run its own output_dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            say(f"note: {out} cannot be locked ({error.strerror}): make sure that no other run uses it")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def note_of_an_earlier_run(planned: Planned) -> str | None:
+    """Returns a note if a new run starts where an earlier one wrote its log and nobody asked to start over: the saved state
+    is not where this recipe looks for it. Raises UsageError if the earlier one's store was there, on another drive."""
+    log = Path(planned.recipe.output_dir).expanduser() / "log.jsonl"
+    begins = planned.manifest is None and planned.recipe.checkpoint.resume != "never"
+    if not begins or not holds_a_run(log):
+        return None
+    check_same_drive(planned.directories[0], _store_was_on(log, planned.directories[0]))
+    return (
+        f"note: {log} belongs to an earlier run that has no saved state in {planned.directories[0]}. This run starts "
+        "at step 1 and keeps the old log beside its own. To resume the old run, stop now and set its offload.dir"
+    )
+
+
+def _store_was_on(log: Path, directory: Path) -> tuple[str, ...]:
+    """Returns what a log says of the file system of a run's store, if its folder was this one."""
+    try:
+        promised = read_logged_plan(log)
+    except UsageError:  # not the log of a run
+        return ()
+    return promised.store_on if promised.store == str(directory.absolute()) else ()
 
 
 # ---- the run ----------------------------------------------------------------------------------------------------------

@@ -7,17 +7,20 @@ saved. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's, before a job's time is over
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..core.disk import status_of
 from ..core.errors import (
     DamagedStateError,
     DataError,
@@ -30,9 +33,11 @@ from ..core.errors import (
     OutOfSpaceError,
     RecomputeError,
     SwapError,
+    UnreadableError,
     UsageError,
 )
 from ..core.json_files import from_json
+from ..core.paths import own_folder
 from ..core.process import Patience
 from ..core.units import gib
 from ..data.batches import lay_out
@@ -46,19 +51,20 @@ from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import DaemonOptions, SwapDaemon
-from ..swap.store import Arena
+from ..swap.store import Arena, Store
 from .adapting import added_values
 from .evaluation import AnyReport, Evaluations
-from .length import LearningRate, RunLimits, learning_rate, writes, written_by_step
+from .length import LearningRate, RunLimits, check_loading, learning_rate, writes, written_by_step
 from .loggers import Trace
 from .numerics import gpu_most
 from .peers import box_sums
 from .prepare import Planned, Ready
 from .report import RankFigures, RunReport, StepReport, Steps, run_report, settling_steps
-from .run_folders import RunFolders
+from .state import manifest as manifests
+from .state.resume import check_same_stages, check_same_store, check_stages, check_still_new
 from .state.saver import Saver, Standing, seed_generators
 from .state.storage import StageFiles
-from .state.store_folders import remember_drives, write_parts
+from .state.store_folders import STORE_FILE, begin_parts, check_space, discard_parts, remember_drives, write_parts
 from .step_meter import MemoryWatch, StepMeter, Trimming
 
 if TYPE_CHECKING:
@@ -674,3 +680,79 @@ def _after_bad_data(planned: Planned, saver: Saver) -> str:
 def _without(planned: Planned) -> str:
     """Names the option that the same command must leave out to go on."""
     return ", without checkpoint.resume=never," if planned.recipe.checkpoint.resume == "never" else ""
+
+
+# ---- the folders of a store ------------------------------------------------------------------------------------------
+
+
+# ---- the folders of a store -------------------------------------------------------------------------------------------
+
+
+class RunFolders:
+    """Holds the folders of a run's store, one per striped directory."""
+
+    def __init__(self, planned: Planned, run: str) -> None:
+        self._planned, self._run = planned, run
+        self._first = planned.directories[0]  # where the manifest is
+        self._paths = [directory / STORE_FILE for directory in planned.directories]
+        self._unnamed: list[Path] = []  # files that this run made and no manifest names yet
+
+    def claim(self) -> None:
+        """Checks that a saved run is still the one in the plan, and that the folders have room for the store."""
+        planned, plan = self._planned, self._planned.plan
+        if planned.manifest is not None and planned.moves:
+            check_same_stages(planned.manifest, planned.model)
+        elif planned.manifest is not None:
+            check_same_store(planned.manifest, self._paths, stripe=plan.io.stripe)
+            check_stages(planned.manifest, planned.model, plan)
+        else:
+            check_loading(planned.recipe, plan)
+        for directory, path in zip(planned.directories, self._paths, strict=True):
+            own_folder(directory)
+            if path.is_file() and path.stat().st_nlink > 1:
+                raise UsageError(f"{path} has a second name (hard link), which would be overwritten", hint="move it away")
+        check_space(self._paths, plan.store_size)
+
+    def open_store(self, closing: ExitStack) -> Store:
+        """Opens and locks the store until `closing` ends. Only then is its manifest sure to stay as it is."""
+        planned, io = self._planned, self._planned.plan.io
+        if planned.manifest is None or planned.moves:
+            self._unnamed = begin_parts(self._run, planned.directories)
+        try:
+            opened = Store.open(self._paths, stripe=io.stripe, size=planned.plan.store_size, create=True)
+        except BaseException:
+            self._remove_unnamed(held=False)
+            raise
+        store = closing.enter_context(opened)
+        closing.callback(self._remove_unnamed, held=True)
+        store.attach(planned.model.sources)
+        if planned.is_copy:  # nobody goes on from it: it goes with this process, however that ends
+            self._unnamed = self._paths
+            self._remove_unnamed(held=True)
+            for directory in planned.directories:
+                with suppress(OSError):
+                    directory.rmdir()
+        elif planned.saved is not None:
+            planned.saved.check_current()
+        elif planned.recipe.checkpoint.resume != "never":
+            check_still_new(self._first)
+        return store
+
+    def keep(self) -> None:
+        """Keeps the store's files from now on: a manifest names them, or will do so next."""
+        self._unnamed.clear()
+
+    def _remove_unnamed(self, *, held: bool) -> None:
+        """Removes store files that this run made but never loaded into, while they are locked (`held`: by the open store). No
+        manifest says whose they are.
+
+        If there is a manifest beside them, another run has made them meanwhile; if one is locked, another run has it.
+        """
+        # the reason the run ended matters more; what cannot be removed stays
+        with suppress(OSError, UnreadableError), ExitStack() as locked:
+            if self._unnamed and status_of(self._first / manifests.NAME, follow=False) is None:
+                for path in self._unnamed if not held else ():
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    locked.callback(os.close, descriptor)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                discard_parts(self._unnamed)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fuyou_cli.cli.finetune import claimed
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.prepare import run_directories
-from fuyou_cli.training.run_folders import claimed
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.resume import find_saved
 
