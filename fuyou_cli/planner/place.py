@@ -8,7 +8,7 @@ FLOPs saved per byte first). Then tensors move to RAM in a fixed order, those fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import ceil
 from typing import Any
@@ -79,6 +79,7 @@ def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
 
 
 PLAN_VERSION = 1
+_SPANS = tuple(item.name for item in fields(Layout))  # a plan has them under the same names
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -327,27 +328,18 @@ def _plan_of(costs: Costs, request: PlanRequest, spans: Layout, schedule: Schedu
         device=request.device,
         numerics=request.numerics,
         clip_grad_norm=request.clip_grad_norm,
-        stages=spans.stages,
-        slot_classes=spans.slot_classes,
-        boundary_slots=spans.boundary_slots,
-        upload_slots=spans.upload_slots,
-        batch_slots=spans.batch_slots,
-        staging_slots=spans.staging_slots,
-        decoded=spans.decoded,
         batch_on_device=bool(request.batch_on_device),
         sweeps=request.sweeps or 1,
         free_pages=request.free_pages,
         norm_first=bool(request.norm_first),
         lookahead=lookahead,
-        io=spans.io,
-        arena_size=spans.arena_size,
-        store_size=spans.store_size,
         cpu_budget=request.cpu_budget,
         commit_every=request.asked_interval,
         memory=memory_lines(costs.model, costs.hardware, request, spans, device),
         predicted=_predict(costs, request, spans, schedule, device),
         sustained=request.sustained,
         typical=request.typical,
+        **{name: getattr(spans, name) for name in _SPANS},
     )
 
 

@@ -69,14 +69,17 @@ class ExtentSums:
         self._piece = min(PIECE, window.size // _TURNS // CHECKSUM_BLOCK * CHECKSUM_BLOCK)
         assert self._piece > 0, window
 
-    def of(self, extent: StoredExtent) -> int:
-        """Returns the checksum of what the extent holds now. If it cannot be read, raises only after all reads have ended."""
+    def of(self, extent: StoredExtent, then: Callable[[Span, int], None] | None = None) -> int:
+        """Returns the checksum of what the extent holds now. If it cannot be read, raises only after all reads have ended.
+        `then` gets each piece in the arena, with its position in the extent, while the next one is read."""
         under_way: list[tuple[int, int, int, int]] = []  # ticket, place in the arena, size, position
         total = 0
 
         def sum_one() -> int:
             ticket, place, size, position = under_way.pop(0)
             self._daemon.wait(ticket)
+            if then is not None:
+                then(Span(offset=place, size=size), position)
             return checksum(self._arena.view(place, size), position=position)
 
         try:

@@ -25,9 +25,9 @@ from ...spec.model import ITEM_SIZE, MOMENTS, Dtype, ModelSpec, StageSpec
 from ...spec.packed_tensors import PackedTensor
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
-from ...swap.kernels import CHECKSUM_BLOCK, Workers, checksum, split, sum_squares
+from ...swap.kernels import Workers, checksum, split, sum_squares
 from ..quantised_weights import DecodingReader, PackedReader, Read, quantise
-from .at_rest import PIECE, OpenStore, Progress, SavedStore, at_rest, not_as_named
+from .at_rest import ExtentSums, OpenStore, Progress, SavedStore, at_rest, not_as_named
 from .manifest import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
 from .resume import check_stages
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # ---- first weights ----------------------------------------------------------------------------------------------------
 
 _PIECE = 1 << 22  # elements of a checkpoint that are converted at once
-_TURNS = 2  # pieces of another store; one is read while the other is written
 
 
 class FirstWeights:
@@ -348,18 +347,11 @@ class StageFiles:
 
     def _copied(self, store: OpenStore, extent: StoredExtent, to: Span, window: Span) -> int:
         """Copies an extent, and returns the checksum of what was read."""
-        most = min(PIECE, window.size // _TURNS // CHECKSUM_BLOCK * CHECKSUM_BLOCK)
-        total, writing = 0, list[int]()
-        for number, position in enumerate(range(0, extent.size, most)):
-            place, size = window.offset + number % _TURNS * most, min(most, extent.size - position)
-            if len(writing) == _TURNS:
-                self.daemon.wait(writing.pop(0))
-            store.daemon.wait(store.daemon.read(place, extent.offset + position, size))
-            total += checksum(store.arena.view(place, size), position=position)
-            writing.append(self.daemon.write(place, to.offset + position, size))
-        for ticket in writing:
-            self.daemon.wait(ticket)
-        return total % MODULUS
+
+        def write(piece: Span, position: int) -> None:
+            self.daemon.wait(self.daemon.write(piece.offset, to.offset + position, piece.size))
+
+        return ExtentSums(store.daemon, store.arena, window).of(extent, write)
 
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str]) -> tuple[StoredStage, ...]:
         """Describes where every stage rests now. `stored_as`: names of the model's tensors in the checkpoint they came from."""
