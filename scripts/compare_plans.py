@@ -96,8 +96,8 @@ def cases() -> Iterator[dict[str, Any]]:
         words = f"8B, {method}, {card}, {'clipped' if clipped else 'no clipping'}"
         settings = [f"offload.max_memory.gpu={memory}"]
         yield case(words, f"{gpu},gen4,64GiB", llama, method=method, settings=settings, clipped=clipped)
-    large, two_drives = known_config("llama-3.1-405b"), "rtx4090,2xgen4,512GiB"
-    for machine, clipped in product(("rtx4090,12xp5510,512GiB,2xgold5320", two_drives), (True, False)):
+    large = known_config("llama-3.1-405b")
+    for machine, clipped in product(("h100,12xp5510,512GiB,2xgold5320", "h100,8xgen4,512GiB"), (True, False)):
         words = f"405B, {machine}, {'clipped' if clipped else 'no clipping'}"
         yield case(words, machine, large, rows=32, length=1024, clipped=clipped)
 
