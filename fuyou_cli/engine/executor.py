@@ -255,9 +255,7 @@ class Executor:
         """Runs the head and the backward of a sweep. `hidden`: its last hidden state, in a list that gives it up when nothing
         needs it any more. `measures`: both run once more, and now they only measure the norm."""
         last = hidden[0] if measures else hidden.pop()
-        gradient = (
-            torch.zeros_like(last[:1, :1, :1]).expand_as(last) if self.model.stages[-1].away else self.head.run(last, targets)
-        )
+        gradient = self.head.run(last, targets)
         del last
         self.streamed.tape.hand_on(edge, gradient, retain=measures)
         del gradient

@@ -114,18 +114,18 @@ class ForwardOnly:
         targets = head.upload_targets(shifted(labels))
         hidden, link = self._hidden(input_ids, batch), self._executor.visits.link
         if link is None:
-            return head.token_losses(hidden, targets)[0].by_token()
+            return head.token_losses(hidden, targets).tokens.by_token()
         return self._shared(hidden, targets, link)
 
     def _shared(self, hidden: torch.Tensor, targets: torch.Tensor, link: Link) -> torch.Tensor:
-        """Returns the losses on all ranks. One of them has the head."""
-        head = self._executor.visits.model.stages[-1]
+        """Returns the losses on all ranks. The one with the head, or its last piece, finds them."""
+        head = self._executor.head
         losses = torch.zeros(targets.shape, dtype=torch.float64)
-        if not head.away:
+        if head.stages:
             link.all_arrived(hidden)
-            losses = self._executor.head.token_losses(hidden, targets)[0].by_token().contiguous()
+            losses = head.token_losses(hidden, targets).tokens.by_token().contiguous()
         link.settle()
-        return link.ranks.share(losses, self._executor.model.owners[head.index])
+        return link.ranks.share(losses, self._executor.model.owners[-1])
 
     def next_logits(self, batch: ForwardBatch, at: Sequence[tuple[int, int]], *, last: bool) -> torch.Tensor:
         """Returns the logits of the tokens that follow those `at` (row, place): (len(at), vocabulary) float32, in host memory.

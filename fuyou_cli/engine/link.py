@@ -6,7 +6,8 @@ one tensor of the whole batch, and compute waits for each when it needs it. Rece
 What is sent is held until it has left.
 
 A micro-batch passes through the stages one after the other. So where one arrives for a visit, what the visit before gave of it
-has been received: all visits send out of one tensor of the whole batch, and none waits for its place in it.
+has been received: all visits send out of one tensor of the whole batch, and none waits for its place in it. The sum in which
+pieces of a head gather the hidden state's gradient is received where it was sent from: such a visit posts for itself alone.
 
 All ranks do the same visits in one order, in which every message goes from a visit to the next one. So whatever the earliest
 unfinished visit waits for has been sent or will be, and no owner map makes ranks wait for each other for ever
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import UsageError
-from ..planner.ring import NOTHING, Boundary, Exchange, calls, exchanges
+from ..planner.ring import NOTHING, SEEN, Boundary, Exchange, calls, exchanges, has_hidden, of_pieces
 from ..planner.schedule import Schedule, Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import MicroBatch
@@ -40,17 +41,17 @@ Lend = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """A message under way. `is_over` raises its error."""
+    """Messages of one micro-batch under way. `left`: how many; `is_over` raises their error."""
 
     ranks: Ranks
     peer: int
-    done: bool = False
+    left: int
     error: Exception | None = None
 
     def is_over(self) -> bool:
         if self.error is not None:
             raise self.ranks.lost(self.peer, self.error)
-        return self.done
+        return not self.left
 
 
 class _InOrder:
@@ -69,7 +70,7 @@ class _InOrder:
             work, ticket = message
             try:
                 work.wait()
-                ticket.done = True
+                ticket.left -= 1
             except RuntimeError as error:
                 ticket.error = error
             del work, message  # they hold the message's memory
@@ -92,11 +93,11 @@ def made_by(anatomy: Anatomy, model: ModelSpec) -> dict[int, Made]:
 
 @dataclass(eq=False, slots=True)
 class Incoming:
-    """What is received for one visit: a tensor of the whole batch, and a message for each micro-batch. Each lies at the
+    """What is received for one visit: tensors of the whole batch, and of each a message for each micro-batch, which lies at the
     beginning of its rows, closely, until it is spread over them."""
 
     boundary: Boundary
-    whole: torch.Tensor
+    wholes: tuple[torch.Tensor, ...]
     parts: tuple[MicroBatch, ...]
     tickets: list[_Ticket] = field(default_factory=list)
     spread: int = 0  # micro-batches in their places
@@ -109,19 +110,21 @@ class Incoming:
         """Returns how many micro-batches there are up to this one; 0 if it is none of them."""
         return self._numbers.get(part, -1) + 1
 
-    def closely(self, part: MicroBatch) -> torch.Tensor:
-        """Returns where the values of a micro-batch arrive."""
-        rows = self.whole[part.rows]
-        shape = (part.end - part.first, part.width, *rows.shape[2:])
-        return rows.reshape(-1)[: torch.Size(shape).numel()].view(shape)
-
     def place(self, number: int) -> None:
         """Spreads a micro-batch over its rows. Padding is zero."""
         part = self.parts[number]
-        if part.width < self.whole.shape[1]:
-            values = self.closely(part).clone()
-            self.whole[part.rows].zero_()
-            part.of(self.whole).copy_(values)
+        for whole in self.wholes:
+            if part.width < whole.shape[1]:
+                values = _closely(whole, part).clone()
+                whole[part.rows].zero_()
+                part.of(whole).copy_(values)
+
+
+def _closely(whole: torch.Tensor, part: MicroBatch) -> torch.Tensor:
+    """Returns where the values of a micro-batch arrive."""
+    rows = whole[part.rows]
+    shape = (part.end - part.first, part.width, *rows.shape[2:])
+    return rows.reshape(-1)[: torch.Size(shape).numel()].view(shape)
 
 
 class Link:
@@ -132,6 +135,7 @@ class Link:
         self.ranks, self._model, self._made, self._lend, self._wait_until = ranks, model, made, lend, wait_until
         self.received_bytes = self.sent_bytes = 0
         order = [call[0] for call in calls(model)]
+        self._last = next(before for before, after in pairwise(order) if model.stages[after].kind == "head")
         self._next = dict(pairwise(order))
         self._before = {after: before for before, after in pairwise(order)}
         self._direct: set[int] = set()  # stages whose output is the next one's input as it is
@@ -176,9 +180,12 @@ class Link:
         self._incoming.pop(self._cursor, None)
         self._cursor, self._sent = visit.index, 0
         current = self._incoming.get(self._cursor)
-        self._by_memory = {} if current is None else {current.whole.data_ptr(): current}
-        ahead = self._cursor + 1
-        if self._of(ahead).takes is not None and self._visits[ahead].sweep == visit.sweep:
+        self._by_memory.clear()
+        if current is not None:
+            self._expect(current)
+        takes = self._of(ahead := self._cursor + 1).takes
+        sums = takes is not None and takes.backward and of_pieces(self._model, takes)
+        if takes is not None and not sums and self._visits[ahead].sweep == visit.sweep:
             self._receive(ahead)
 
     def _of(self, index: int) -> Exchange:
@@ -192,30 +199,54 @@ class Link:
         takes = self._of(self._cursor + 1).takes
         if takes is None or (takes.stage, takes.backward) != (stage, backward):
             return None
-        incoming = self._receive(self._cursor + 1)
-        self._by_memory[incoming.whole.data_ptr()] = incoming
+        (whole,) = self._expect(self._receive(self._cursor + 1)).wholes
         if not backward and stage not in self._direct:
-            self.all_arrived(incoming.whole)
-        return incoming.whole.detach()  # autograd gives what a call returns a graph
+            self.all_arrived(whole)
+        return whole.detach()  # autograd gives what a call returns a graph
 
-    def _receive(self, index: int) -> Incoming:
+    def awaited_by_piece(self, sums: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns what the next visit, of a piece of the head, takes from the rank of another one, for the whole batch: the
+        hidden state if it is not here yet, and what was seen of each token (rows, tokens, `SEEN`); in backward that, and the
+        `sums` themselves, into which their values come. Nothing if it takes nothing from there."""
+        takes = self._of(self._cursor + 1).takes
+        if takes is None or not of_pieces(self._model, takes):
+            return ()
+        return self._expect(self._receive(self._cursor + 1, sums)).wholes
+
+    def _expect(self, incoming: Incoming) -> Incoming:
+        self._by_memory.update((whole.data_ptr(), incoming) for whole in incoming.wholes)
+        return incoming
+
+    def _receive(self, index: int, sums: torch.Tensor | None = None) -> Incoming:
         if index in self._incoming:
             return self._incoming[index]
         boundary = self._exchanges[index].takes
         assert boundary is not None
-        made = self._made[boundary.stage]
-        whole = self._lend((*self._shape, made.size), made.dtype)
-        self._incoming[index] = incoming = Incoming(boundary, whole, self._parts)
-        for part in self._parts:
-            ticket, target = _Ticket(self.ranks, boundary.peer), incoming.closely(part)
+        self._incoming[index] = incoming = Incoming(boundary, self._room(boundary, sums), self._parts)
+        for number, part in enumerate(self._parts):
+            if sums is not None:
+                self.wait_left(number)
+            ticket = _Ticket(self.ranks, boundary.peer, len(incoming.wholes))
             incoming.tickets.append(ticket)
-            try:
-                work = dist.irecv(target, group=self.ranks.group, group_src=boundary.peer, tag=_tag(boundary))
-            except RuntimeError as error:
-                raise self.ranks.lost(boundary.peer, error) from error
-            self._receiver.put(work, ticket)
-            self.received_bytes += target.nbytes
+            for target in (_closely(whole, part) for whole in incoming.wholes):
+                try:
+                    work = dist.irecv(target, group=self.ranks.group, group_src=boundary.peer, tag=_tag(boundary))
+                except RuntimeError as error:
+                    raise self.ranks.lost(boundary.peer, error) from error
+                self._receiver.put(work, ticket)
+                self.received_bytes += target.nbytes
         return incoming
+
+    def _room(self, boundary: Boundary, sums: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Returns memory for what is received, for the whole batch."""
+        of_head = of_pieces(self._model, boundary)
+        seen = [torch.empty((*self._shape, SEEN), dtype=torch.float32)] if of_head else []
+        if sums is not None:
+            return *seen, sums
+        if of_head and not has_hidden(self._model, boundary):
+            return tuple(seen)
+        made = self._made[self._last if of_head else boundary.stage]
+        return self._lend((*self._shape, made.size), made.dtype), *seen
 
     def awaits(self, whole: torch.Tensor) -> bool:
         """Tells whether the whole batch comes from another rank."""
@@ -244,7 +275,9 @@ class Link:
         """Returns what sends the micro-batches of what the visit under way gives; None if it gives nothing, or if the model
         computes something before it is another rank's."""
         boundary = self._of(self._cursor).gives
-        if boundary is None or (boundary.backward and boundary.stage not in self._direct):
+        if boundary is None:
+            return None
+        if boundary.backward and boundary.stage not in self._direct and not of_pieces(self._model, boundary):
             return None
         return Giving(self, boundary)
 
@@ -275,18 +308,19 @@ class Link:
             self.send(boundary, part.of(whole))
         return True
 
-    def send(self, boundary: Boundary, part: torch.Tensor) -> None:
+    def send(self, boundary: Boundary, *parts: torch.Tensor) -> None:
         """Sends the next micro-batch of what the visit under way gives."""
         self.wait_left(self._sent)
-        ticket, part = _Ticket(self.ranks, boundary.peer), part.detach().contiguous()
-        try:
-            work = dist.isend(part, group=self.ranks.group, group_dst=boundary.peer, tag=_tag(boundary))
-        except RuntimeError as error:
-            raise self.ranks.lost(boundary.peer, error) from error
-        self._sender.put(work, ticket)
+        ticket = _Ticket(self.ranks, boundary.peer, len(parts))
+        for part in (part.detach().contiguous() for part in parts):
+            try:
+                work = dist.isend(part, group=self.ranks.group, group_dst=boundary.peer, tag=_tag(boundary))
+            except RuntimeError as error:
+                raise self.ranks.lost(boundary.peer, error) from error
+            self._sender.put(work, ticket)
+            self.sent_bytes += part.nbytes
         self._leaving[self._sent] = ticket
         self._sent += 1
-        self.sent_bytes += part.nbytes
 
     def settle(self) -> None:
         """Waits until everything sent has left, and gives its memory up."""
@@ -350,8 +384,13 @@ class Giving:
     def send_out_of(self, whole: torch.Tensor) -> None:
         self._link.send_out_of(whole)
 
-    def __call__(self, part: torch.Tensor) -> None:
-        self._link.send(self._boundary, part)
+    @property
+    def has_hidden(self) -> bool:
+        """Tells whether a head's piece gives the hidden state, too."""
+        return has_hidden(self._link._model, self._boundary)
+
+    def __call__(self, *parts: torch.Tensor) -> None:
+        self._link.send(self._boundary, *parts)
 
 
 def _tag(boundary: Boundary) -> int:

@@ -117,6 +117,19 @@ class TokenLoss:
         zeros = torch.zeros_like(targets, dtype=torch.float32)
         return cls(targets=targets, maximum=zeros - torch.inf, total=zeros, target=zeros.clone())
 
+    def seen(self) -> torch.Tensor:
+        """Returns what was seen of every token: (batch, tokens, 3) float32."""
+        return torch.stack([self.maximum, self.total, self.target], -1)
+
+    def of_micro_batch(self, part: MicroBatch) -> TokenLoss:
+        """Returns a view of the tokens of a micro-batch."""
+        return TokenLoss(*(part.of(value) for value in (self.targets, self.maximum, self.total, self.target)))
+
+    def take_in(self, seen: torch.Tensor) -> None:
+        """Goes on from what another one has `seen` of the same tokens."""
+        for value, found in zip((self.maximum, self.total, self.target), seen.unbind(-1), strict=True):
+            value.copy_(found)
+
     def fold(self, part: TokenPart, logits: torch.Tensor, *, first: int) -> None:
         """Takes in columns [first, first + logits.shape[-1]) of the logits of some tokens. Overwrites `logits`."""
         maximum, total = part.of(self.maximum), part.of(self.total)

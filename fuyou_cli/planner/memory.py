@@ -104,7 +104,8 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     if model.head_is_cut:  # the model's own forward has ended by then
         # Losses of every token, summed at the end in the order of one sweep.
         losses = 4 * step_tokens if request.is_swept else 0
-        whole = max(whole, hidden + held(12 * tokens) + losses)
+        seen = 12 * tokens * (1 + 2 * model.head_is_shared)  # here, and what comes for this visit and the next
+        whole = max(whole, hidden + held(seen) + losses)
     boundaries = 2 + bool(request.norm_first) + model.has_ranges + ring_boundaries(model)
     whole += boundaries * boundary + sums + 64 * step_tokens
     stage = max(stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages) + lane_bytes(model, numerics)

@@ -2,8 +2,9 @@
 
 Every rank has a machine and a clock of its own. Visits run in the order that all ranks share, so whatever a visit waits for was
 sent by one that has run. What crosses does so as in `engine/link`: a rank takes a visit's micro-batches one by one, and posts
-for them when the visit before has its weights; it sends a micro-batch when what it sent of it before has left; a message moves
-once both sides are ready for it. A head and a norm in one visit each wait as they do there. Once in a step all ranks meet.
+for them when the visit before has its weights, for sums of a head's pieces when all that it sent has left; it sends a
+micro-batch when what it sent of it before has left; a message moves once both sides are ready for it. A head and a norm in one
+visit each wait as they do there. Once in a step all ranks meet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.network import Network
 from ..spec.plan import Plan
-from .ring import NOTHING, OTHER_RANKS, Boundary, Exchange, exchanges
+from .ring import NOTHING, OTHER_RANKS, Boundary, Exchange, bytes_per_token, exchanges, of_pieces
 from .schedule import Schedule, Visit, plan_schedule
 from .simulate import STEPS, Before, SimulatedRun, Timeline, begun
 
@@ -169,9 +170,10 @@ class _Rank:
         self._visit = None
         if visit.phase == "forward":
             self.forward += self.run.machine.now - begin
-        if self._exchange.gives is not None and visit.phase == "head":  # its gradient leaves whole
+        gives = self._exchange.gives
+        if gives is not None and self._leaves_whole(visit, gives):
             for _ in range(self._parts):
-                self._send(visit, self._exchange.gives)
+                self._send(visit, gives)
 
     def end_step(self) -> None:
         for part in list(self._leaving):
@@ -182,13 +184,18 @@ class _Rank:
 
     def turn(self, visit: Visit) -> None:
         takes = self._exchanges[visit.index].takes
-        if takes is not None and visit.phase in ("logits", "head"):  # computed from all rows at once
+        if takes is None:
+            return
+        if self._are_sums(visit.index):
+            for part in list(self._leaving):
+                self._wait_left(part)
+        elif visit.phase in ("logits", "head") and not of_pieces(self.planned.model, takes):  # computed from all rows at once
             self._wait(takes, self._arrivals[visit.index][-1])
 
     def enter(self, visit: Visit) -> int:
         self._visit, self._exchange = visit, self._exchanges[visit.index]
         ahead = visit.index + 1
-        if ahead < len(self.visits) and self.visits[ahead].sweep == visit.sweep:
+        if ahead < len(self.visits) and self.visits[ahead].sweep == visit.sweep and not self._are_sums(ahead):
             self._posted[ahead] = self.run.machine.now
         return self._parts if self._exchange != NOTHING else 0
 
@@ -202,8 +209,17 @@ class _Rank:
 
     def after(self, part: int) -> None:
         gives = self._exchange.gives
-        if gives is not None and self._visit is not None and self._visit.phase != "head":
+        if gives is not None and self._visit is not None and not self._leaves_whole(self._visit, gives):
             self._send(self._visit, gives)
+
+    def _leaves_whole(self, visit: Visit, gives: Boundary) -> bool:
+        """Tells whether a visit gives what its last part has completed: a head the gradient of another stage's output."""
+        return visit.phase == "head" and not of_pieces(self.planned.model, gives)
+
+    def _are_sums(self, visit: int) -> bool:
+        """Tells whether a visit takes what it sends on from the same memory."""
+        takes = self._exchanges[visit].takes
+        return takes is not None and takes.backward and of_pieces(self.planned.model, takes)
 
     def _wait(self, takes: Boundary, time: float) -> None:
         self.run.wait_until_time(time, f"boundary of rank {takes.peer}")
@@ -219,7 +235,8 @@ class _Rank:
         assert expected is not None and expected.peer == self.number, (visit, gives, expected)
         arrivals = peer._arrivals.setdefault(takes, [])
         self._wait_left(len(arrivals))
-        size = self.run.costs.boundary / self._parts
+        model, boundary = self.planned.model, self.run.costs.boundary
+        size = boundary * bytes_per_token(model, gives) / model.boundary_bytes_per_token / self._parts
         at = max(self.run.machine.now + self._down(size), peer.posted(takes))
         arrives = self.wires.carry(self.number, gives.peer, size, at)
         self._leaving[len(arrivals)] = gives.peer, arrives

@@ -408,6 +408,11 @@ class ModelSpec:
         return self.stages[-1].vocabulary is not None
 
     @property
+    def head_is_shared(self) -> bool:
+        """Tells whether several ranks have pieces of the head."""
+        return len({owner for owner, stage in zip(self.owners, self.stages, strict=False) if stage.kind == "head"}) > 1
+
+    @property
     def quantisation(self) -> Quantised | None:
         """Returns how frozen weights of its blocks rest quantised; None where they do not."""
         return next((quantised for stage in self.stages if (quantised := stage.quantisation)), None)

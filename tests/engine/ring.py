@@ -75,8 +75,9 @@ def _named(name: str) -> PreTrainedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Describes steps that are taken by one process and by ranks. `way`: of `Rig`; `owners`: "deal", or a seed to draw them;
-    `lengths`: of rows, in micro-batches of their own width; `broken`: the step whose input gives no finite loss."""
+    """Describes steps that are taken by one process and by ranks. `way`: of `Rig`; `owners`: "deal", "in turn" with pieces of
+    the head, or a seed to draw them; `lengths`: of rows, in micro-batches of their own width; `broken`: the step whose input
+    gives no finite loss."""
 
     family: str
     shape: Mapping[str, Any] = field(default_factory=dict)
@@ -270,8 +271,8 @@ def at_rest(rig: Rig) -> dict[tuple[int, str], str]:
 
 
 def owners_of(case: Case, spec: ModelSpec, ranks: int) -> tuple[int, ...]:
-    if case.owners == "deal":
-        return deal(spec, ranks)
+    if isinstance(case.owners, str):
+        return deal(spec, ranks, head_in_turn=case.owners == "in turn")
     chance, listed = random.Random(case.owners), groups(spec)
     blocks = [n for n, group in enumerate(listed) if any(spec.stages[stage].kind == "block" for stage in group)]
     first = dict(zip(chance.sample(blocks, ranks), range(ranks), strict=True))

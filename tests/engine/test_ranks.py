@@ -29,6 +29,22 @@ CASES: dict[str, Case] = {
     "dropout, tied, learned positions": Case(family="gpt2, dropout"),
     "a tied head": Case(family="tied llama", shape=BFLOAT16),
     "a cut head": Case(family="llama", shape={"vocabulary": 40, "chunk": 5}),
+    "pieces in turn": Case(
+        family="llama", shape={"vocabulary": 40, "chunk": 5}, owners="in turn", evaluates=True, widths=(16, 8, 16, 4)
+    ),
+    "pieces drawn, norm first": Case(
+        family="llama", shape={**BFLOAT16, "vocabulary": 20}, owners=5, way={"norm_first": True, "lookahead": 2}
+    ),
+    "pieces in turn, sweeps": Case(
+        family="gptj", shape={**BFLOAT16, "vocabulary": 24}, owners="in turn", way={"sweeps": 2, "clip": None}
+    ),
+    "pieces in turn, frozen": Case(family="llama", shape={**BFLOAT16, "vocabulary": 40}, owners="in turn", adapter=True),
+    "pieces in turn, the emulated device": Case(
+        family="llama", shape={**BFLOAT16, "vocabulary": 40}, owners="in turn", way={"device": "emulated"}, evaluates=True
+    ),
+    "pieces in turn, unlike widths, the emulated device": Case(
+        family="llama", shape={"vocabulary": 40}, owners="in turn", way={"device": "emulated"}, widths=(16, 8, 16, 4)
+    ),
     "a tied and cut head": Case(family="tied llama", shape={"vocabulary": 40}, way={"norm_first": True}, evaluates=True),
     "projections": Case(family="opt, projected"),
     "frozen below": Case(family="llama", freeze=("model.embed_tokens", "model.layers.[0-1]")),
@@ -50,6 +66,7 @@ CASES: dict[str, Case] = {
 }
 RARER = {  # one by one what others have together, or what one process is compared with itself for
     "all in RAM", "as planned", "a tied head", "a cut head", "projections", "LoRA", "outputs kept", "another mixture",
+    "pieces in turn, frozen", "pieces in turn, unlike widths, the emulated device",
     "the emulated device, all in RAM", "the emulated device, unlike widths",
     "evaluations", "a multiplier behind the embedding",
 }  # fmt: skip
@@ -142,6 +159,12 @@ def test_a_step_stays_within_what_is_charged(workers: Workers) -> None:
         (peak, charged), boundary = seen.alive, 24 * 64 * 32 * 4
         assert alone.alive[0] < peak <= alone.alive[0] + boundary
         assert peak <= charged == alone.alive[1] + boundary
+
+
+def test_ranks_that_share_a_head_stay_within_what_is_charged(workers: Workers) -> None:
+    case = Case(family="llama", shape={**LARGE, "vocabulary": 40}, owners="in turn", way={"home": "cpu"}, measures=True)
+    _, among = compare(case, workers, 2)
+    assert all(peak <= charged for peak, charged in (seen.alive for seen in among)), [seen.alive for seen in among]
 
 
 IN_LANES: dict[str, Any] = {"lanes": 4}

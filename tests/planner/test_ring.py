@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.cli.render.ring_screen import stages_in_words
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.ring import Boundary, Exchange, check_owners, deal, exchanges, groups, link_bytes, work
@@ -19,8 +20,9 @@ from fuyou_cli.planner.schedule import Schedule, expand, plan_schedule
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, SPEC, model, models, request, request_for, with_budget, with_graphs
+from .models import HARDWARE, SPEC, cut, model, models, request, request_for, with_budget, with_graphs
 
+PIECE = 1 << 18
 EIGHT = model(1 << 20, *[1 << 20] * 8, 1 << 11, 4 << 20)
 
 
@@ -119,6 +121,26 @@ def test_a_tied_head_has_its_embeddings_owner() -> None:
         check_owners(tied, (*owners[:-1], 1), 2)
 
 
+def test_pieces_of_a_head_in_turn() -> None:
+    pieces = cut(EIGHT, *[PIECE] * 6)
+    owners = deal(pieces, 4, head_in_turn=True)
+    check_owners(pieces, owners, 4)
+    assert owners[-7:] == (3, 3, 0, 1, 2, 3, 0) and set(deal(pieces, 4)[-7:]) == {3}
+    with pytest.raises(UsageError, match="one rank must compute stage 14, stage 15 together"):  # the norm and the first one
+        check_owners(pieces, (*owners[:15], 1, *owners[16:]), 4)
+    named = [stages_in_words(pieces.of_rank(owners, rank)) for rank in (0, 1, 3)]
+    assert named[1:] == ["2 blocks, head piece 3", "2 blocks, norm, head pieces 1 and 5"] and named[0].endswith(
+        "pieces 2 and 6"
+    )
+    assert stages_in_words(pieces.of_rank(deal(pieces, 4), 3)).endswith("norm, head")
+    projected = replace(pieces.stages[-1].tensors[0], shape=(PIECE, 512))
+    narrow = replace(pieces, stages=(*pieces.stages[:-1], replace(pieces.stages[-1], tensors=(projected,))))
+    for whole in (narrow, cut(model(1 << 20, *[1 << 20] * 4, 1 << 11, 1 << 20, tied=True), *[PIECE] * 6)):
+        assert deal(whole, 4, head_in_turn=True) == deal(whole, 4)
+        with pytest.raises(UsageError, match="one rank must compute"):
+            check_owners(whole, (*deal(whole, 4)[:-1], 1), 4)
+
+
 def test_ranks_without_a_block_are_refused() -> None:
     with pytest.raises(UsageError, match="9 ranks cannot share a model of 8 blocks"):
         deal(EIGHT, 9)
@@ -134,8 +156,9 @@ def test_ranks_without_a_block_are_refused() -> None:
 def test_what_one_gives_another_takes() -> None:
     chance = random.Random(3)
     for number in range(60):
-        spec = model(1 << 20, *[1 << 20] * chance.randint(2, 9), 1 << 11, 1 << 20, tied=number % 3 == 0)
-        ranks = chance.randint(2, min(4, len(spec.stages) - 3))
+        spec = model(1 << 20, *[1 << 20] * (blocks := chance.randint(2, 9)), 1 << 11, 1 << 20, tied=number % 3 == 0)
+        spec = cut(spec, *[PIECE] * chance.randint(2, 8)) if number % 4 == 0 else spec
+        ranks = chance.randint(2, min(4, blocks))
         owners = random_owners(spec, ranks, chance)
         swept = 2 if number % 2 and not spec.tied_head else None
         chosen = plan(spec, HARDWARE, request(sweeps=swept, cpu_budget=1 << 40, norm_first=None))
@@ -154,12 +177,18 @@ def test_what_one_gives_another_takes() -> None:
         cuts = sum(one != other for one, other in pairwise(owners))
         assert given_by == taken_by
         assert sum(given_by.values()) == 2 * cuts * chosen.sweeps
-        assert taken == given_bytes == 2 * cuts * 256 * spec.boundary_bytes_per_token
+        first = next(stage.index for stage in spec.stages if stage.kind == "head")
+        of_head = owners[first:]
+        in_pieces, ranks_of_head = sum(one != other for one, other in pairwise(of_head)), len(set(of_head))
+        # Up: 12 bytes, and once for each rank the hidden state. Down: a float32 sum with 12 bytes.
+        per_token = in_pieces * (12 + 12 + 4 * spec.hidden_size) + (ranks_of_head - 1) * 2 * spec.hidden_size
+        assert taken == given_bytes == 256 * (2 * (cuts - in_pieces) * spec.boundary_bytes_per_token + per_token)
 
 
 # Replays a step of all ranks by rendezvous: a message arrives once it was sent and its receive was posted. A rank posts the
 # receives of a visit when it enters the visit before, and holds one boundary that it sends: a micro-batch of the next one takes
-# the place of its own.
+# the place of its own. Sums of a head's pieces are received where they are sent from: their receive is posted when the visit
+# begins, after what was sent has arrived.
 
 Message = tuple[int, int, Boundary, int, int]  # from, to, what, of which step, micro-batch
 
@@ -178,6 +207,7 @@ def running(
     rank: int, ranks: int, found: tuple[Exchange, ...], schedule: Schedule, micro_batches: int, wire: Wire
 ) -> Iterator[None]:
     """Runs two steps of a rank. Yields while it waits."""
+    phases = [visit.phase for visit in schedule.visits]
     times: Counter[tuple[str, Boundary]] = Counter()
     leaving: dict[int, Message] = {}
     for step in range(2):
@@ -186,6 +216,11 @@ def running(
             for ahead in (index, index + 1):
                 same = ahead < len(found) and schedule.visits[ahead].sweep == schedule.visits[index].sweep
                 takes = found[ahead].takes if same else None
+                if takes is not None and takes.backward and phases[ahead] == "head":
+                    if ahead > index:
+                        continue
+                    while not all(wire.arrived(message) for message in leaving.values()):
+                        yield
                 if takes is not None and ahead not in posted:
                     times["takes", takes] += 1
                     key = replace(takes, peer=0)
@@ -214,7 +249,8 @@ def test_two_thousand_owner_maps_end() -> None:
     chance = random.Random(7)
     done = 0
     while done < 2000:
-        spec = model(1 << 20, *[1 << 20] * chance.randint(2, 12), 1 << 11, 1 << 20, tied=chance.random() < 0.3)
+        spec = model(1 << 20, *[1 << 20] * (blocks := chance.randint(2, 12)), 1 << 11, 1 << 20, tied=chance.random() < 0.3)
+        spec = cut(spec, *[PIECE] * chance.randint(2, 8)) if chance.random() < 0.5 else spec
         kind = chance.choice(["plain", "swept", "norm first"])
         asked = request(
             cpu_budget=1 << 40, sweeps=2 if kind == "swept" and not spec.tied_head else None,
@@ -222,8 +258,9 @@ def test_two_thousand_owner_maps_end() -> None:
         )  # fmt: skip
         chosen = plan(spec, HARDWARE, asked)
         for _ in range(50):
-            ranks = chance.randint(2, min(6, len(spec.stages) - 3))
+            ranks = chance.randint(2, min(6, blocks))
             owners = random_owners(spec, ranks, chance)
+            check_owners(spec, owners, ranks)
             assert ends(spec, chosen, owners, ranks, chance), (spec, owners)
             done += 1
 

@@ -122,15 +122,22 @@ def _figures(ring: Ring) -> dict[str, Callable[[int], str]]:
 
 
 def stages_in_words(model: ModelSpec) -> str:
-    """Names the stages of a rank: "embedding, 17 blocks"."""
+    """Names the stages of a rank: "embedding, 17 blocks", or "8 blocks, head pieces 2 and 6" of a head that ranks share."""
 
     def kind(stage: StageSpec) -> str:
         return stage.kind
 
+    def words(name: str) -> str:
+        if name == "head" and model.head_is_shared:
+            pieces = [stage.index for stage in model.stages if stage.kind == "head"]
+            numbers = [str(pieces.index(stage.index) + 1) for stage in own if stage.kind == "head"]
+            return f"head piece{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
+        return some(counts[name], name) if name == "block" else name
+
     own = [stage for stage in model.stages if not stage.away and stage.expert_range is None]
     counts = {name: len(list(stages)) for name, stages in groupby(sorted(own, key=kind), key=kind)}
     order = [name for name in ("embedding", "block", "norm", "head") if name in counts]
-    return ", ".join(some(counts[name], name) if name == "block" else name for name in order)
+    return ", ".join(map(words, order))
 
 
 # ---- the same as data --------------------------------------------------------------------------------------------------
