@@ -8,23 +8,32 @@ its compute is everybody's, and blocks are dealt by compute as if it took none.
 Then a rank gets as many blocks in a row as its network asks for. With one at a turn every output crosses, while all ranks
 compute. With more of them less crosses, but a rank computes all micro-batches of a block before the next one's first, and the
 others wait meanwhile: that is for links so slow that compute hardly counts.
+
+The pieces of a head that is cut are one rank's, or go round like blocks, so that nobody waits for all of them. Each then takes
+a float32 sum of all rows from another rank, which pays over fast links: a step of all is simulated both ways. A head is not cut
+for that: where it is cut decides results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
+from ..core.errors import PlanError
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec, StageSpec
 from ..spec.network import Network
 from .bound import store_seconds
 from .costs import Costs
+from .place import plan as first_that_fits
 from .plan_request import PlanRequest
-from .ring import deal, work
+from .ring import deal, may_part, work
+from .simulated_ring import RankPlan, simulate_ring
 
 _MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)  # share of compute in what stages are dealt by; the rest is their parameters'
 _OVERLAP = 0.05  # share of a rank's other times that it takes longer: of two deals with as long a rank, the one with less work
+_FASTER = 0.01  # share of a step by which pieces of the head in turn have to be faster
 _RESTING = 0.8  # share of a memory that holds weights and states; the rest is slots and compute
 
 
@@ -89,6 +98,39 @@ def _compute_seconds(costs: Costs, stage: StageSpec) -> tuple[float, float]:
 
 def fastest_deal(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network) -> tuple[int, ...]:
     """Returns the rank of each stage. `hardware` and `request` are those of one rank; all ranks are taken to be alike."""
+    with_head = _deal(model, hardware, request, network)
+    if network.ranks == 1 or not may_part(model) or not _may_go_round(model, hardware, request, network):
+        return with_head
+    in_turn = _deal(model, hardware, request, network, head_in_turn=True)
+    seconds = [_simulated_seconds(model, hardware, request, network, owners) for owners in (with_head, in_turn)]
+    return in_turn if seconds[1] < (1 - _FASTER) * seconds[0] else with_head
+
+
+def _may_go_round(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network) -> bool:
+    """Tells whether pieces of the head may be faster in turn: their sums take the link less time than one rank has for all."""
+    times, size = stage_times(model, hardware, request), 4 * model.hidden_size * request.numerics.micro_batch_tokens
+    chain, pieces = _Chain.of(model, times, request, network), [time for time in times if time.waited_for]
+    crossing = tuple(network.seconds(rank, (rank + 1) % network.ranks, size) for rank in range(network.ranks))
+    backward = sum(time.backward for time in pieces) / len(pieces) / chain.sweeps
+    return chain.sweeps * replace(chain, blocks=len(pieces), crossing=crossing)._pass(backward, backward, 1) < chain.rest
+
+
+def _simulated_seconds(
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network, owners: tuple[int, ...]
+) -> float:
+    """Simulates a step of all ranks, by the first plans that fit. Endless where one does not."""
+    alike = replace(request, sweeps=request.sweeps or 1, norm_first=bool(request.norm_first))
+    views = [model.of_rank(owners, rank) for rank in range(network.ranks)]
+    try:
+        ranks = [RankPlan(model=view, hardware=hardware, plan=first_that_fits(view, hardware, alike)) for view in views]
+    except PlanError:
+        return inf
+    return simulate_ring(ranks, network).step_seconds
+
+
+def _deal(
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network, *, head_in_turn: bool = False
+) -> tuple[int, ...]:
     times, ranks = stage_times(model, hardware, request), network.ranks
     shared, size = [0.0 if time.waited_for else time.compute for time in times], sum(time.resting for time in times) or 1
     mixes = [
@@ -97,11 +139,13 @@ def fastest_deal(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
     ]
 
     def longest(mix: list[float]) -> float:
-        return slowest(deal(model, ranks, mix), times, hardware, request)
+        return slowest(deal(model, ranks, mix, head_in_turn=head_in_turn), times, hardware, request)
 
     best = min(mixes, key=lambda mix: float(f"{longest(mix):.6g}"))  # by compute, of those alike but for rounding
     chain, least = _Chain.of(model, times, request, network), longest(best)
-    return deal(model, ranks, best, at_a_turn=min(chain.turns(), key=lambda row: chain.seconds(row, least)))
+    chain = replace(chain, rest=chain.rest / ranks) if head_in_turn else chain
+    row = min(chain.turns(), key=lambda row: chain.seconds(row, least))
+    return deal(model, ranks, best, at_a_turn=row, head_in_turn=head_in_turn)
 
 
 def chain_seconds(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, network: Network) -> float:
@@ -170,6 +214,8 @@ class _Chain:
 
 def slowest(owners: Sequence[int], times: Sequence[StageTime], hardware: HardwareProfile, request: PlanRequest) -> float:
     """Estimates the seconds of the slowest rank's step."""
+    if len({owner for time, owner in zip(times, owners, strict=True) if time.waited_for}) > 1:  # while others have pieces
+        times = [replace(time, waited_for=False) for time in times]
     ranks, waited_for = range(max(owners) + 1), sum(time.compute for time in times if time.waited_for)
     of_ranks = ([time for time, owner in zip(times, owners, strict=True) if owner == rank] for rank in ranks)
     return max(_rank_seconds(own, waited_for, hardware, request) for own in of_ranks)

@@ -311,6 +311,7 @@ class _Planner:
         self._epoch, self._range_experts = epoch, range_experts
         self._runs = RunPlanner(hardware, candidate=candidate, near=near, effort=effort, or_least=or_least)
         self._described: dict[tuple[object, ...], ModelSpec] = {}
+        self._dealt: dict[tuple[PlanRequest, Network], tuple[int, ...]] = {}
         if before is not None:  # of the same model
             self._described[traced(before.plan.numerics)] = before.whole
 
@@ -409,7 +410,12 @@ class _Planner:
         saved = None if self._inspected.moves else self._inspected.manifest
         if saved is not None and saved.share is not None:
             return saved.share.owners
-        return fastest_deal(model, self._hardware, asked, seat.network) if seat.alike is None else seat.alike.owners
+        if seat.alike is not None:
+            return seat.alike.owners
+        about = asked, seat.network
+        if about not in self._dealt:
+            self._dealt[about] = fastest_deal(model, self._hardware, asked, seat.network)
+        return self._dealt[about]
 
     def chain_seconds(self, numerics: Numerics) -> float:
         """Estimates the step of all ranks with such micro-batches if compute and the network bind."""

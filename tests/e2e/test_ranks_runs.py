@@ -201,6 +201,34 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
     assert_alike(ranks, one)
 
 
+# Ranks that share a head however little it takes, as over a link that takes no time.
+IN_TURN = """from fuyou_cli.planner import dealing
+from fuyou_cli.spec import network
+dealing._FASTER, network.WITHIN_BOX, network.WITHIN_LATENCY = -1e9, 1e15, 0.0
+"""
+
+
+def test_ranks_share_a_head(project: Callable[[str], Project]) -> None:
+    """Two ranks, of which one is killed, then one process: exports, states and losses of one process, bit for bit."""
+    words = ("train.head_chunk_vocab=64",)
+    one, ranks = map(project, ("one", "ranks"))
+    one.done("finetune", one.recipe, "--assume-rates", *words)
+    both = two_ranks(ranks, *words, program=IN_TURN)
+    until_step(ranks, 5)
+    _kill(forked_by(both.pid))
+    assert run_ended(both, within=ENDS).returncode == 1
+    end = run_ended(two_ranks(ranks, *words))
+    assert end.returncode == 0 and "resuming after step" in end.stderr, end
+    for folder in (ranks.out / "store").iterdir():
+        saved = manifests.read(folder)
+        assert saved is not None and saved.share is not None
+        assert set(saved.share.owners[-2:]) == {0, 1}, "the last two pieces of the head have one rank"
+    assert_alike(ranks, one)
+    assert ranks.done("verify", ranks.out).stdout.count("all checksums match") >= 2
+    assert "bringing the state after step 40" in ranks.done("finetune", ranks.recipe, *words).stderr
+    assert_alike(ranks, one)
+
+
 @pytest.mark.slow  # `scripts/prove_boxes.py` does it on two boxes
 def test_torchrun_on_each_box_ends_as_one_process_does(project: Callable[[str], Project]) -> None:
     """The command of README for each of two boxes, whose stores are not beside one another."""

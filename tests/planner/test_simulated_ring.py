@@ -17,7 +17,7 @@ from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, simulate_ri
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.network import Network
 
-from .models import HARDWARE, NUMERICS, request, stage
+from .models import HARDWARE, NUMERICS, cut, request, stage
 
 ENDLESS = 1e15  # bytes per second
 BLOCKS = 8
@@ -128,6 +128,22 @@ def test_a_head_is_waited_for_whatever_its_rank_has_beside(ranks: int) -> None:
     spec, network = replace(MODEL, stages=(*MODEL.stages[:-1], head)), replace(FAST, boxes=ranks)
     found = step_of(fastest_deal(spec, MACHINE, asked(), network), network, spec=spec).step_seconds
     assert found < 0.97 * step_of(deal(spec, ranks), network, spec=spec).step_seconds
+
+
+PIECES = cut(MODEL, *[1 << 20] * 8)  # of a head, each as long as a block or longer
+
+
+@pytest.mark.parametrize(("link", "in_turn"), [(ENDLESS, True), (1e9, True), (2e6, False)])
+def test_pieces_of_a_head_go_round_where_the_link_is_fast(link: float, in_turn: bool) -> None:
+    network = replace(FAST, boxes=4, link=link)
+    owners, whole = fastest_deal(PIECES, MACHINE, asked(), network), deal(PIECES, 4)
+    assert (len(set(owners[-8:])) == 4) == in_turn
+    found = step_of(owners, network, spec=PIECES)
+    with_head = step_of(whole, network, spec=PIECES)
+    assert found.step_seconds < 0.75 * with_head.step_seconds if in_turn else found.step_seconds <= with_head.step_seconds
+    for rank in range(4):
+        view = PIECES.of_rank(owners, rank)
+        assert found.sent[rank] == link_bytes(view, plan_schedule(view, plan(view, MACHINE, asked())), 8 * 64)[1]
 
 
 @pytest.mark.parametrize("link", [1e6, 1e7, 1e9, ENDLESS])
