@@ -7,17 +7,15 @@ Each shard is inside the directory and complete, with a valid header, and every 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fuyou_cli.core.disk import file_size, status_of, unusable
+from fuyou_cli.core.disk import file_size, status_of
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object, shown
 from fuyou_cli.spec.packed_tensors import CONFIG_KEY
@@ -201,7 +199,6 @@ PATTERNS = (
     "word_pronunciation.json", "prophetnet.tokenizer", "chat_template.jinja", "chat_template.json",
     f"{TEMPLATE_FOLDER}/*.jinja",
 )  # fmt: skip
-_PIECE = 1 << 16  # bytes in memory at once
 CODE_PATTERN = "*.py"  # only where a configuration names code of its own
 
 
@@ -240,16 +237,6 @@ def own_code(source: Path) -> list[tuple[str, str]]:
     """Lists names and digests of the code files that the configuration may use."""
     names = sorted(file.name for file in source.glob(CODE_PATTERN) if file.is_file())
     return [(name, hashlib.sha256(inside(source, name).read_bytes()).hexdigest()) for name in names]
-
-
-def pieces(content: bytes | Path) -> Iterator[bytes]:
-    """Yields a companion's content piece by piece, as a tokenizer.json may have tens of megabytes. Raises UsageError with the
-    file's name where it cannot be read."""
-    try:
-        with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream:
-            yield from iter(partial(stream.read, _PIECE), b"")
-    except OSError as error:
-        raise unusable(f"{content!s}: cannot be read: {error.strerror}", error) from error
 
 
 def is_companion(name: str) -> bool:

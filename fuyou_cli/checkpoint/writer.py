@@ -22,9 +22,10 @@ from types import TracebackType
 
 from fuyou_cli.core.disk import failed_writing, sync_directory
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
+from fuyou_cli.core.paths import pieces
 from fuyou_cli.core.units import MiB, align_up, gb
 
-from .files import ADAPTER_NAME, INDEX_NAME, SINGLE_NAME, TEMPLATE_FOLDER, is_companion, name_list, open_checkpoint, pieces
+from .files import ADAPTER_NAME, INDEX_NAME, SINGLE_NAME, TEMPLATE_FOLDER, is_companion, name_list, open_checkpoint
 from .reader import BYTES_PER_ELEMENT, DTYPES, METADATA, NAME_LIMIT, parse_file
 
 # ---- the directory ---------------------------------------------------------------------------------------------------

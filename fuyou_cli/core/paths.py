@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import re
 import shutil
@@ -20,9 +21,10 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from .disk import FULL, remedy, unreadable
+from .disk import FULL, remedy, unreadable, unusable
 from .errors import FuyouError, UsageError
 
 # ---- plain files, and our own ----------------------------------------------------------------------------------------
@@ -117,6 +119,16 @@ def open_own(path: Path, *, anew: bool) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def pieces(content: bytes | Path) -> Iterator[bytes]:
+    """Yields a content piece by piece, that of a file as it is read: a tokenizer.json may have tens of megabytes. Raises
+    UsageError with the file's name where it cannot be read."""
+    try:
+        with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream:
+            yield from iter(partial(stream.read, _CHUNK), b"")
+    except OSError as error:
+        raise unusable(f"{content!s}: cannot be read: {error.strerror}", error) from error
 
 
 def write_own(path: Path, content: Iterable[bytes]) -> None:

@@ -24,11 +24,10 @@ from ...checkpoint.files import (
     inside,
     is_companion,
     names_code,
-    pieces,
     read_json,
 )
 from ...core.disk import failed_writing, file_size, sync_directory, unreadable
-from ...core.paths import expanded, is_own, own_folder, write_own
+from ...core.paths import expanded, is_own, own_folder, pieces, write_own
 from .manifest import COMPANIONS
 
 if TYPE_CHECKING:
