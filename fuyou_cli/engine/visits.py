@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..core.process import Patience
-from ..planner.lookahead import Lookahead
+from ..planner.ledgers import Lookahead
 from ..planner.schedule import Schedule, Visit, plan_schedule
 from ..spec.plan import MicroBatch, even
 from .activations import Boundaries

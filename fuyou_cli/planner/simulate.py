@@ -18,8 +18,7 @@ from ..spec.plan import Plan, StagePlan
 from .bound import micro_batch_crossing
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
-from .ledgers import FOREVER, BoundaryLedger, Record, Residency, update_priority
-from .lookahead import Lookahead
+from .ledgers import FOREVER, BoundaryLedger, Lookahead, Record, Residency, update_priority
 from .schedule import Schedule, Visit, filled, written_by_update
 from .simulated_machine import FinishedJob, JobParts, Sharing, VirtualMachine
 

@@ -10,7 +10,7 @@ import pytest
 from drawn import every
 
 from fuyou_cli.engine.visits import INSIDE
-from fuyou_cli.planner import lookahead
+from fuyou_cli.planner import ledgers
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.swap.daemon import Result
 
@@ -87,7 +87,7 @@ def test_the_next_stage_is_fetched_while_one_is_waited_for(
 ) -> None:  # fmt: skip
     """Fetches one stage ahead, so that nothing of stage n + 1 is asked for before stage n is visited; in the second step. The
     first two blocks are still there from the step before."""
-    monkeypatch.setattr(lookahead, "_BEYOND", 0)
+    monkeypatch.setattr(ledgers, "_BEYOND", 0)
     with Rig(subject, tmp_path, lookahead=1, device=device, **UPDATES[updates]) as rig:
         batches = list(subject.batches(3))
         daemon = HeldBack(rig, monkeypatch, held, awaited)
