@@ -189,7 +189,7 @@ def _figures_of_ring(loaded: LoadedRecipe, case: Case) -> dict[str, Any] | str:
     from fuyou_cli.advice.rings import plan_ring
     from fuyou_cli.cli.plan_command import parse_link
     from fuyou_cli.machine.described import described_box
-    from fuyou_cli.spec.network import Network
+    from fuyou_cli.spec.hardware import Network
 
     network = Network(boxes=case.boxes, link=parse_link(LINK), link_name=LINK)
     ring = plan_ring(loaded, described_box(f"{case.gpu},{case.drives},{case.ram}"), network, say=write_status, beside=False)

@@ -20,9 +20,8 @@ from fuyou_cli.planner.run_planner import FastRegion, fast_region
 from fuyou_cli.planner.schedule import evaluation_schedule, plan_schedule, weights_left
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.recipe.schema import format_size
-from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.hardware import HardwareProfile, Network
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.network import Network
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.length import loaded, steps_within_writes
 from fuyou_cli.training.prepare import Planned

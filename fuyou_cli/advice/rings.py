@@ -14,7 +14,7 @@ from fuyou_cli.machine.described import Box
 from fuyou_cli.planner.ring import of_other_ranks
 from fuyou_cli.planner.simulated_ring import RingTimeline
 from fuyou_cli.recipe.load import LoadedRecipe
-from fuyou_cli.spec.network import Network
+from fuyou_cli.spec.hardware import Network
 from fuyou_cli.training.alike import are_replicas, refuse_keys
 from fuyou_cli.training.plan_step import halves, plan, plan_ranks, seconds_of_all, simulated
 from fuyou_cli.training.prepare import Planned, StoreDisks, unheard

@@ -17,7 +17,7 @@ from fuyou_cli.advice.room import check_export, check_output, room_of
 from fuyou_cli.core.errors import PlanError, UsageError
 from fuyou_cli.core.units import parse_rate
 from fuyou_cli.machine.described import Box, described_box
-from fuyou_cli.spec.network import ASSUMED_LINK, ASSUMED_NAME, PAYLOAD, Network
+from fuyou_cli.spec.hardware import ASSUMED_LINK, ASSUMED_NAME, PAYLOAD, Network
 from fuyou_cli.training.length import counted_evaluation
 
 from .console import result_console, status_console, write_json, write_status

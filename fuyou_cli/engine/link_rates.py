@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..spec.network import MEASURED_NAME, Network
+from ..spec.hardware import MEASURED_NAME, Network
 from .ranks import Ranks
 
 _ROUNDS = 9  # of small messages

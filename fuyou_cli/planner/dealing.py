@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..core.errors import PlanError
-from ..spec.hardware import HardwareProfile
+from ..spec.hardware import HardwareProfile, Network
 from ..spec.model import ModelSpec, StageSpec
-from ..spec.network import Network
 from .bound import store_seconds
 from .costs import Costs
 from .place import plan as first_that_fits

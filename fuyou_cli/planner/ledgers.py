@@ -1,5 +1,5 @@
-"""Keeps the ledgers of a step: where each stage's weights, gradients and boundary are, and what is on its way. Walks through the
-visits by them, and prefetches for the next ones (`Lookahead`).
+"""Keeps the ledgers of a step: where each stage's weights, gradients and boundary are, and what is on its way. Walks through
+the visits by them, and prefetches for the next ones (`Lookahead`).
 
 A ledger moves no bytes and reads no clock. Its runner does: the executor with the swap daemon, or the simulator with rates. So
 both follow the same rules. One thread uses them, and looks for finished requests whenever it waits and between micro-batches

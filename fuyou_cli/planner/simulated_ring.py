@@ -13,9 +13,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..spec.hardware import HardwareProfile
+from ..spec.hardware import HardwareProfile, Network
 from ..spec.model import ModelSpec
-from ..spec.network import Network
 from ..spec.plan import Plan
 from .ring import NOTHING, OTHER_RANKS, Boundary, Exchange, bytes_per_token, exchanges, of_pieces
 from .schedule import Schedule, Visit, plan_schedule

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import FuyouError, Interrupted, PeerLost, UsageError
 from ..core.json_files import from_json, one_line
 from ..core.process import in_thread
-from ..spec.network import Network
+from ..spec.hardware import Network
 from ..spec.plan import Numerics, Plan
 
 if TYPE_CHECKING:

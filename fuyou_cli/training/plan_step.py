@@ -24,9 +24,8 @@ from ..planner.ring import check_owners
 from ..planner.run_planner import Effort, RunPlanner
 from ..planner.search import may_measure_first, step_cost
 from ..planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
-from ..spec.hardware import HardwareProfile, with_measured_graphs
+from ..spec.hardware import HardwareProfile, Network, with_measured_graphs
 from ..spec.model import ModelSpec
-from ..spec.network import Network
 from ..spec.plan import Numerics, Plan, Tier
 from .known_model import KnownModel, traced
 from .length import Epoch, steps_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fuyou_cli.engine.link_rates import _passed, measured_network
 from fuyou_cli.engine.ranks import Ranks
-from fuyou_cli.spec.network import ASSUMED_LINK, LATENCY, Network
+from fuyou_cli.spec.hardware import ASSUMED_LINK, LATENCY, Network
 
 BOXES = Network(boxes=2, ranks_per_box=2)
 

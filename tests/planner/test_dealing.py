@@ -11,8 +11,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.planner.dealing import fastest_deal, slowest, stage_times
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.ring import check_owners, deal, work
-from fuyou_cli.spec.hardware import STORE_RATES
-from fuyou_cli.spec.network import Network
+from fuyou_cli.spec.hardware import STORE_RATES, Network
 
 from .models import HARDWARE, NUMERICS, request
 from .test_plans import transformer

@@ -14,8 +14,8 @@ from fuyou_cli.planner.ring import deal, link_bytes, of_other_ranks
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
+from fuyou_cli.spec.hardware import Network
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.network import Network
 
 from .models import HARDWARE, NUMERICS, cut, request, stage
 
