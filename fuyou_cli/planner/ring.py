@@ -259,11 +259,3 @@ def bytes_per_token(model: ModelSpec, boundary: Boundary) -> int:
         return model.boundary_bytes_per_token
     state = 4 if boundary.backward else ITEM_SIZE[model.compute_dtype] * has_hidden(model, boundary)
     return 4 * SEEN + state * model.hidden_size
-
-
-def link_bytes(model: ModelSpec, schedule: Schedule, tokens: int, sweeps: int = 1) -> tuple[int, int]:
-    """Returns the bytes of boundaries that a rank takes and gives in a step of `tokens` computed tokens."""
-    boundaries = exchanges(model, schedule)
-    taken, given = ([b for e in boundaries if (b := getattr(e, side)) is not None] for side in ("takes", "gives"))
-    came, left = (sum(bytes_per_token(model, boundary) for boundary in side) for side in (taken, given))
-    return came * tokens // sweeps, left * tokens // sweeps

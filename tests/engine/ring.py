@@ -31,11 +31,12 @@ from transformers import PreTrainedConfig
 from fuyou_cli.core.errors import FuyouError, SwapError, UsageError
 from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.planner.memory import compute_memory
-from fuyou_cli.planner.ring import deal, groups, link_bytes
+from fuyou_cli.planner.ring import deal, groups
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MicroBatch
 from fuyou_cli.training.evaluation import AwayWeights, PassingWeights
+from tests.planner.models import link_bytes
 
 from . import families
 from .measuring import peak_of_a_step

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.ring import bytes_per_token, exchanges
+from fuyou_cli.planner.schedule import Schedule
 from fuyou_cli.planner.search import Family, may_measure_first
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import STAGE_ALIGN, Dtype, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec, banks_of
@@ -164,3 +166,11 @@ def cut_models(draw: st.DrawFn, blocks: int = 12) -> ModelSpec:
     size = draw(st.integers(1, 256)) * STAGE_ALIGN
     last = draw(st.integers(1, size // STAGE_ALIGN)) * STAGE_ALIGN
     return cut(draw(models(blocks=blocks)), *[size] * draw(st.integers(1, 3)), last)
+
+
+def link_bytes(model: ModelSpec, schedule: Schedule, tokens: int, sweeps: int = 1) -> tuple[int, int]:
+    """Returns the bytes of boundaries that a rank takes and gives in a step of `tokens` computed tokens."""
+    boundaries = exchanges(model, schedule)
+    taken, given = ([b for e in boundaries if (b := getattr(e, side)) is not None] for side in ("takes", "gives"))
+    came, left = (sum(bytes_per_token(model, boundary) for boundary in side) for side in (taken, given))
+    return came * tokens // sweeps, left * tokens // sweeps

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from fuyou_cli.cli.render.ring_screen import stages_in_words
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.planner.place import plan
-from fuyou_cli.planner.ring import Boundary, Exchange, check_owners, deal, exchanges, groups, link_bytes, work
+from fuyou_cli.planner.ring import Boundary, Exchange, check_owners, deal, exchanges, groups, work
 from fuyou_cli.planner.schedule import Schedule, expand, plan_schedule
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, SPEC, cut, model, models, request, request_for, with_budget, with_graphs
+from .models import HARDWARE, SPEC, cut, link_bytes, model, models, request, request_for, with_budget, with_graphs
 
 PIECE = 1 << 18
 EIGHT = model(1 << 20, *[1 << 20] * 8, 1 << 11, 4 << 20)
