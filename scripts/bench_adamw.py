@@ -90,7 +90,7 @@ def our_step(
     first part, as with OpenMP on the other sides."""
     from fuyou_cli.spec.model import STATE_NAMES, StateLayout
     from fuyou_cli.swap import kernels
-    from fuyou_cli.swap.requests import Segment, Update
+    from fuyou_cli.swap.native import Segment, Update
 
     layout = StateLayout(weights=weights, dtype=states)
 

@@ -28,7 +28,7 @@ from proof.verdicts import Row, at_most, conclude, holds, plain_parser, reported
 
 from fuyou_cli.spec.model import STATE_BLOCK, StateDtype, StateLayout
 from fuyou_cli.swap import kernels
-from fuyou_cli.swap.requests import Segment, Update
+from fuyou_cli.swap.native import Segment, Update
 
 COUNT, LR, DECAY = 1 << 20, 1e-3, 0.01
 SPREADS, LOOKS = (0.0, 0.5, 1.0, 2.0), (1, 2, 10, 50)  # a look: after so many updates

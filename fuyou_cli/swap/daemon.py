@@ -21,8 +21,21 @@ from fuyou_cli.core.process import SILENT, Patience
 from fuyou_cli.spec.model import ITEM_SIZE, SOURCES_AT, STATE_NAMES, StateLayout
 from fuyou_cli.spec.plan import Span
 
-from .native import Handle, failure_error, ffi, lib, refusal_error
-from .requests import Counters, DaemonOptions, Home, RequestEvent, Result, Segment, Update, native_update
+from .native import (
+    Counters,
+    DaemonOptions,
+    Handle,
+    Home,
+    RequestEvent,
+    Result,
+    Segment,
+    Update,
+    failure_error,
+    ffi,
+    lib,
+    native_update,
+    refusal_error,
+)
 from .store import Arena, Store
 
 # ---- checksums -------------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.spec.model import ITEM_SIZE, Dtype, StateLayout
 
-from .native import DTYPES, ffi, lib, refusal_error
-from .requests import Update, native_update
+from .native import DTYPES, Update, ffi, lib, native_update, refusal_error
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -19,7 +19,7 @@ from fuyou_cli.planner.simulated_machine import JobParts, Sharing, VirtualMachin
 from fuyou_cli.spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec, StateLayout
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.swap.daemon import Result, SwapDaemon
-from fuyou_cli.swap.requests import Update
+from fuyou_cli.swap.native import Update
 
 
 class Clockwork(Protocol):

@@ -22,7 +22,7 @@ from fuyou_cli.engine.updates import DeviceAdamW, DeviceState, Optimizer, Scalar
 from fuyou_cli.planner.device import UPDATE_SCRATCH
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.swap import kernels
-from fuyou_cli.swap.requests import Segment, Update
+from fuyou_cli.swap.native import Segment, Update
 
 COUNT = 2048 * 3
 SEGMENTS = (

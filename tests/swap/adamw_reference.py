@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fuyou_cli.swap.requests import Segment, Update
+from fuyou_cli.swap.native import Segment, Update
 
 F = np.float32
 

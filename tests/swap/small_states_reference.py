@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fuyou_cli.spec.model import STATE_BLOCK, STATE_TILE
-from fuyou_cli.swap.requests import Segment, Update
+from fuyou_cli.swap.native import Segment, Update
 
 from . import adamw_reference as reference
 from .adamw_reference import F, State

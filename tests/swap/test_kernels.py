@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuyou_cli.swap import kernels
-from fuyou_cli.swap.requests import Segment, Update
+from fuyou_cli.swap.native import Segment, Update
 
 from . import adamw_reference as reference
 from .adamw_reference import F, State

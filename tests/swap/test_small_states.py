@@ -10,7 +10,7 @@ import pytest
 
 from fuyou_cli.spec.model import STATE_BLOCK, STATE_TILE, StateDtype, StateLayout
 from fuyou_cli.swap import kernels
-from fuyou_cli.swap.requests import Segment, Update
+from fuyou_cli.swap.native import Segment, Update
 
 from . import adamw_reference as reference
 from . import small_states_reference

@@ -122,7 +122,7 @@ def _share(view: Callable[[int, int], memoryview], number: int) -> Share:
     import torch
 
     from fuyou_cli.swap import kernels
-    from fuyou_cli.swap.requests import Segment, Update
+    from fuyou_cli.swap.native import Segment, Update
 
     count = ADAMW_PARAMETERS
     base, places = number * count * ARENA_PER_PARAMETER, {}
