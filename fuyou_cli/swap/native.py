@@ -1,5 +1,5 @@
-"""Imports the extension module's `ffi` and `lib`, turns its error codes into errors with a remedy, owns its objects, and defines
-the daemon's requests and results: the structs of the header as frozen data.
+"""Imports the extension module's `ffi` and `lib`, turns its error codes into errors with a remedy, owns its objects, and
+defines the daemon's requests and results: the structs of the header as frozen data.
 
 Offsets are bytes from the start of the arena or the store. None stands for the header's FY_NOWHERE.
 """
