@@ -13,6 +13,7 @@ of more than `LARGEST_SAMPLE` characters is refused.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -43,6 +44,7 @@ from .sources import is_remote, local_copy
 from .tokenise import LARGEST_SAMPLE, Tokeniser, decode_pieces, load_tokenizer
 
 BATCH_EXAMPLES = 256  # examples tokenised together: the tokenizer's threads share a batch
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 MOST_ROLES = 6  # of messages, that an error lists
 BATCH_CHARS = 1 << 18  # characters of a batch: the sample that reaches this closes it
 
@@ -519,6 +521,7 @@ def main() -> int:
             reply_to.flush()
 
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process of a job; the run decides
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody else would end it where the run was killed
         request = json.loads(sys.stdin.readline())
         limit_memory(request["bytes"])
         if "prompts" in request:

@@ -8,6 +8,9 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from fuyou_cli.data import sandbox
 from fuyou_cli.data.cache import RowsRequest, prepare
 from fuyou_cli.data.formats import RowError, choose_format
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.sandbox import LibraryErrors, reason
+from fuyou_cli.data.sandbox import LibraryErrors, noted, reason
 from fuyou_cli.data.sources import look
 from fuyou_cli.data.worker import _answered
 
@@ -90,6 +93,24 @@ def test_a_template_without_end_is_ended_and_named_with_the_sample(
     with pytest.raises(UsageError, match=told):
         rows_of(file, tokenizer_dir, tmp_path / "cache", path)
     assert not [*(tmp_path / "cache").iterdir()]
+
+
+def test_a_run_that_is_killed_leaves_no_process_behind(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    """Its own would go on for as long as the data takes: hours."""
+    cache, file = tmp_path / "cache", write("chat.jsonl", [TALK])
+    (path := tmp_path / "loops.jinja").write_text(WITHOUT_END + CHATML)
+    program = "from pathlib import Path\nfrom tests.data.test_refusals import rows_of\nrows_of(*map(Path, sys.argv[1:]))"
+    words = [str(word) for word in (file, tokenizer_dir, cache, path)]
+    with subprocess.Popen([sys.executable, "-c", f"import sys\n{program}", *words]) as run:
+        while not any(noted(at) for at in cache.glob("*/at")):
+            assert run.poll() is None
+            time.sleep(0.01)
+        (worker,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        run.kill()
+    until = time.monotonic() + sandbox.SECONDS / 2  # of the processor it may take twice that
+    while (status := Path(f"/proc/{worker}/status")).exists() and "\nState:\tZ" not in status.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
