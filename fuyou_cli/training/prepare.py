@@ -28,7 +28,7 @@ from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
 from .numerics import check_positions, check_tokens
 from .state.at_rest import SavedStore
-from .state.manifest import Change, Manifest, Untouched, newest, written_at
+from .state.manifest import Change, Manifest, Untouched
 from .state.recovery import saved_by_all
 from .state.resume import (
     REFUSED,
@@ -42,7 +42,7 @@ from .state.resume import (
     settings_of,
     steps_left,
 )
-from .state.store_folders import name_of_run, of_any_count, of_rank
+from .state.store_folders import name_of_run, newest_saved, of_any_count, of_rank
 from .stored_quantised import as_stored, check_planned
 
 if TYPE_CHECKING:
@@ -311,15 +311,8 @@ def store_of(recipe: Recipe) -> Path:
     several numbers of ranks it is the newest one's with a saved state."""
     if recipe.checkpoint.resume in ("auto", "never"):
         alone = run_directories(recipe)[0]
-        return max(of_any_count(alone), key=lambda place: (_is_saved(place), written_at(place)), default=alone)
+        return newest_saved(of_any_count(alone) or [alone])
     return folder(recipe.checkpoint.resume, key="checkpoint.resume")
-
-
-def _is_saved(place: Path) -> bool:
-    with suppress(UsageError):
-        saved, _ = newest(place)
-        return saved is not None and saved.state == "committed"
-    return False
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from .report import (
 )
 from .state import manifest as manifests
 from .state.manifest import Change
+from .state.store_folders import newest_saved, of_any_count, unranked
 
 LOG = "log.jsonl"  # in an output_dir
 SCHEMA_VERSION = 1
@@ -432,12 +433,13 @@ def read_logged_plan(log: Path) -> LoggedPlan:
 
 
 def saved_of(output_dir: Path) -> Path | None:
-    """Returns the store of the last run in an output_dir, wherever its recipe put it. None: it is not there, or not known."""
-    stores = {path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")}
+    """Returns the store of the last run in an output_dir, wherever its recipe put it; of several ranks the first one's. None:
+    it is not there, or not known."""
+    stores = [path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")]
     with suppress(UsageError):
-        store = Path(read_logged_plan(output_dir / LOG).store)
-        stores = {store} if is_file(store / manifests.NAME) else stores
-    return min(stores) if len(stores) == 1 else None
+        logged = Path(read_logged_plan(output_dir / LOG).store)
+        stores = [store for store in of_any_count(logged) if is_file(store / manifests.NAME)] or stores
+    return newest_saved(stores) if len({*map(unranked, stores)}) == 1 else None
 
 
 def _read(log: Path) -> History:

@@ -16,6 +16,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.length import writes
 from fuyou_cli.training.peers import Place, box_sums, place_of
+from fuyou_cli.training.run_log import saved_of
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import saved_store
 from fuyou_cli.training.state.manifest import Manifest, RankShare
@@ -218,6 +219,23 @@ def test_newest_whole_state_of_other_numbers_is_chosen(tmp_path: Path, counts: d
     if seen is not None and seen.problem:
         with pytest.raises(UsageError, match=r"run\.r3of4"):
             saved_by_all(None, None, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("counts", "found"),
+    [
+        ({2: "saved"}, "run.r0of2"),
+        ({1: "saved", 2: "saved"}, "run.r0of2"),
+        ({2: "saved", 1: "loading"}, "run.r0of2"),  # one process was killed while it brought the state
+    ],
+)
+def test_an_output_folder_without_a_log_knows_its_store(tmp_path: Path, counts: dict[int, str], found: str) -> None:
+    (tmp_path / "store").mkdir()
+    saved_by(tmp_path / "store", counts)
+    assert saved_of(tmp_path) == tmp_path / "store" / found
+    (tmp_path / "store" / "other").mkdir()
+    manifests.write(tmp_path / "store" / "other", SAVED)
+    assert saved_of(tmp_path) is None
 
 
 def test_what_was_brought_is_removed_where_it_was(tmp_path: Path) -> None:

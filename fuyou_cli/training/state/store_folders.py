@@ -98,6 +98,21 @@ def of_any_count(folder: Path) -> list[Path]:
     return [place for place in (alone, *own) if place.is_dir()]
 
 
+def newest_saved(folders: Sequence[Path]) -> Path:
+    """Returns which of these folders of a run, of any number of ranks, has the newest saved state; of ranks the first one's."""
+    if len(folders) == 1:
+        return folders[0]
+    newest = max(folders, key=lambda place: (_is_saved(place), manifests.written_at(place)))
+    return min(place for place in folders if rank_count(place) == rank_count(newest))
+
+
+def _is_saved(place: Path) -> bool:
+    with suppress(UsageError):
+        saved, _ = manifests.newest(place)
+        return saved is not None and saved.state == "committed"
+    return False
+
+
 def is_plain(path: str) -> bool:
     """Tells whether a part file may name this path: it must be absolute and without `..`."""
     return "\0" not in path and PurePath(path).is_absolute() and ".." not in PurePath(path).parts
