@@ -39,6 +39,7 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
         raise UsageError(what, hint=f"--nproc {cores} or fewer (train.nproc)")
     refuse_keys(recipe, count)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # whatever ends a rank is said once
@@ -50,6 +51,7 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=os.urandom(8).hex(), rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
     )  # fmt: skip
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else every run leaves a folder in /tmp
     # in a thread of its own: in the main one the launcher would end all ranks at the first signal, unsaved after 30 s
     with _signals_held() as held, ThreadPoolExecutor(max_workers=1) as thread:
         # -P: a file tokenizers.py in the current directory must not stand in for the library

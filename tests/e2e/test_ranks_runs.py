@@ -178,8 +178,10 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
             assert time.monotonic() - begun < ENDS, "ranks outlive their launcher"
             time.sleep(0.02)
 
-    with started(ranks, *fuyou(ranks, "--nproc", "2")) as launcher:
+    (scratch := ranks.folder / "tmp").mkdir()
+    with started(ranks, *fuyou(ranks, "--nproc", "2"), TMPDIR=str(scratch)) as launcher:
         assert "resuming after step" in ended(launcher)
+    assert not list(scratch.iterdir()), "the launcher leaves files"
     assert_alike(ranks, one)
     assert best_of(one)[0] is not None
     assert (ranks.out / "ranks" / "1.log").is_file() and not (ranks.out / "ranks" / "0.log").exists()
