@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -91,14 +92,11 @@ def machine_here(
     """Looks at this machine as it is now, or at the part of it that one of several ranks has. `measure` measures a new machine
     first; of the ranks on a box one does so, while the others wait."""
     peers = inspected.peers
-    if peers is not None and not peers.measures:
-        peers.all_gather("measured", None)
-    if measure and loaded.recipe.offload.measure:
-        refused = inspected.known.facts.refusal  # none of its layers are computed
-        layers = "" if refused else layers_of(inspected.recipe, inspected.model_dir, cores=core_count())
-        measure_once(loaded, inspected.device, layers=layers, say=say)
-    if peers is not None and peers.measures:
-        peers.all_gather("measured", None)
+    with nullcontext() if peers is None else peers.one_of_a_box_first("measured"):
+        if measure and loaded.recipe.offload.measure:
+            refused = inspected.known.facts.refusal  # none of its layers are computed
+            layers = "" if refused else layers_of(inspected.recipe, inspected.model_dir, cores=core_count())
+            measure_once(loaded, inspected.device, layers=layers, say=say)
     directories = run_directories(loaded.recipe)
     hardware = hardware_for(*directories, device=inspected.device, say=say, unloaded=inspected.known.unloaded_bytes)
     if peers is not None:

@@ -118,22 +118,21 @@ def finetune(
     """
     if dry_run and trace is not None:
         raise UsageError("--dry-run and --trace cannot be used together", hint="a trace needs steps that ran")
-    loaded = _loaded_recipe(recipe, overrides)
+    from fuyou_cli.training.peers import is_shown_elsewhere, place_of
+
+    loaded = _loaded_recipe(recipe, overrides, shown=not is_shown_elsewhere(os.environ))
     count = loaded.recipe.train.nproc if nproc is None else nproc
     if count < 1:
         raise UsageError(f"there is no run of {count} processes", hint="--nproc takes 2 or more; leave it out for one")
     if dry_run:
         return _plan(loaded, dry_run=True, verbose=verbose, ranks=count)
-    if count != 1:
-        from fuyou_cli.training.peers import place_of
+    if count != 1 and place_of(os.environ) is None:
+        from .launch import options_of, run_ranks
 
-        if place_of(os.environ) is None:
-            from .launch import options_of, run_ranks
-
-            options = {
-                "--assume-rates": assume_rates, "--accept-changes": accept_changes, "--verbose": verbose, "--trace": trace
-            }  # fmt: skip
-            return run_ranks(loaded.recipe, count, ["finetune", recipe, *(overrides or []), *options_of(options)])
+        options = {
+            "--assume-rates": assume_rates, "--accept-changes": accept_changes, "--verbose": verbose, "--trace": trace
+        }  # fmt: skip
+        return run_ranks(loaded.recipe, count, ["finetune", recipe, *(overrides or []), *options_of(options)])
     from .finetune import run_finetune
 
     return run_finetune(loaded, measure=not assume_rates, accept_changes=accept_changes, verbose=verbose, trace=trace)
@@ -490,13 +489,14 @@ def recipes_cp(
 # ---- what the commands call ------------------------------------------------------------------------------------------
 
 
-def _loaded_recipe(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
-    """Loads the recipe of a command line. Raises RecipeErrors if it has errors, UsageError if there is none."""
+def _loaded_recipe(recipe: str | None, overrides: Sequence[str] | None, *, shown: bool = True) -> LoadedRecipe:
+    """Loads the recipe of a command line, and shows its notes, unless another process does. Raises RecipeErrors if it has
+    errors, UsageError if there is none."""
     from fuyou_cli.recipe.named import refuse_unmade
 
     from .recipe_commands import loaded_with_notes
 
-    loaded = loaded_with_notes(recipe, overrides or [])
+    loaded = loaded_with_notes(recipe, overrides or [], shown=shown)
     refuse_unmade(loaded)
     return loaded
 

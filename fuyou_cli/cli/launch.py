@@ -19,6 +19,7 @@ from fuyou_cli.core.paths import open_own
 from fuyou_cli.machine.profile import core_count, take_card
 
 from . import error_screen
+from .console import write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
@@ -38,8 +39,8 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
         what = f"{count} processes need a core each, and this box lets them use {cores}"
         raise UsageError(what, hint=f"--nproc {cores} or fewer (train.nproc)")
     refuse_keys(recipe, count)
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # whatever ends a rank is said once
@@ -50,8 +51,8 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=os.urandom(8).hex(), rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
-    )  # fmt: skip
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else every run leaves a folder in /tmp
+    )  # fmt: skip
     # in a thread of its own: in the main one the launcher would end all ranks at the first signal, unsaved after 30 s
     with _signals_held() as held, ThreadPoolExecutor(max_workers=1) as thread:
         # -P: a file tokenizers.py in the current directory must not stand in for the library
@@ -163,9 +164,10 @@ class Rank:
         replicas = are_replicas(recipe, place.count)
         self._recipe = recipe
         self._card = take_card(place.local) if device_name(recipe) == "cuda" else None
+        timeout = recipe.train.peer_timeout
         with ExitStack() as joining:
             joining.push(lambda kind, error, trace: None if error is None else _end(error))
-            self.peers = Peers(place, peer_timeout=recipe.train.peer_timeout, are_replicas=replicas)
+            self.peers = Peers(place, peer_timeout=timeout, are_replicas=replicas, say=write_status)
         self._quiet = None if self.peers.is_first else QuietRank()
 
     def __enter__(self) -> Rank:

@@ -17,11 +17,11 @@ from fuyou_cli.recipe.schema import recipe_schema, reference
 from .console import asked, status_console, write_document, write_json, write_last_result, write_result, write_status
 
 
-def loaded_with_notes(recipe: str | None, overrides: Sequence[str]) -> LoadedRecipe:
+def loaded_with_notes(recipe: str | None, overrides: Sequence[str], *, shown: bool = True) -> LoadedRecipe:
     """Loads the recipe that a command names, and shows its notes. Raises RecipeErrors if it has errors, UsageError if there is
     none."""
     loaded = load_recipe(*find_recipe(recipe, overrides))
-    for note in loaded.notes:
+    for note in loaded.notes if shown else ():
         write_status(note)
     return loaded
 

@@ -53,6 +53,7 @@ _LAST_PORT = (1 << 16) - 1
 _FOREVER = timedelta(days=90)  # gloo's longest wait; frozen peers are found by their heartbeat
 _JOINING = timedelta(minutes=10)  # in which all ranks have to be there and connected
 _CONNECTING = timedelta(minutes=2)
+_LATE = 10.0  # seconds of joining after which it is told
 _BEAT = 1.0  # seconds between heartbeats
 _SILENT = 3.0  # seconds without one, after which a rank that cannot connect takes a peer for ended
 _LOOK = 0.01  # seconds between looks at the store
@@ -86,6 +87,11 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
             raise UsageError(f"{tool} has started {environ[name]} processes ({name}), but none has a RANK", hint=_LINE)
     return None
+
+
+def is_shown_elsewhere(environ: Mapping[str, str]) -> bool:
+    """Tells whether the first of several ranks, or who has started them, shows what all of them find in a recipe."""
+    return LAUNCHER in environ or environ.get("RANK", "0") != "0"
 
 
 def _place(environ: Mapping[str, str]) -> Place | None:
@@ -126,9 +132,10 @@ class Alike:
 
 class Peers:
     """One rank's view of all. Every rank calls the same methods in the same order. `peer_timeout`: seconds without a heartbeat
-    after which a peer is lost; `are_replicas`: each computes the whole model, and the first one's store is the run's."""
+    after which a peer is lost; `are_replicas`: each computes the whole model, and the first one's store is the run's; `say`:
+    gets what is waited for."""
 
-    def __init__(self, place: Place, *, peer_timeout: int, are_replicas: bool = False) -> None:
+    def __init__(self, place: Place, *, peer_timeout: int, are_replicas: bool = False, say: Callable[[str], None]) -> None:
         self.rank, self.count, self.are_replicas = place.rank, place.count, are_replicas
         self.is_first, self._meeting = place.rank == 0, f"{place.address}:{place.port}"
         self.alike: Alike | None = None  # once rank 0 has planned
@@ -138,12 +145,13 @@ class Peers:
         self._timeout, self._gathers, self._known = peer_timeout, 0, dict[str, Any]()
         self._lock, self._lost = threading.Lock(), list[FuyouError]()
         self._is_over = threading.Event()
-        self._store = _joined_store(place)
-        self._committing, self._beating = self._store.clone(), self._store.clone()  # one for each thread
-        self.boxes: list[list[str]] = self.all_gather("box", _box(), within=_JOINING.total_seconds())
+        with _told_late(f"waiting for all {place.count} ranks at {self._meeting}", say if place.local == 0 else None):
+            self._store = _joined_store(place)
+            self._committing, self._beating = self._store.clone(), self._store.clone()  # one for each thread
+            self.boxes: list[list[str]] = self.all_gather("box", _box(), within=_JOINING.total_seconds())
         self.hosts = [host for host, *_ in self.boxes]
         mates = [rank for rank, box in enumerate(self.boxes) if box == self.boxes[self.rank]]
-        self.local_count, self.measures = len(mates), mates[0] == self.rank
+        self.local_count, self._is_first_here = len(mates), mates[0] == self.rank
         self._answered = time.monotonic()  # when the store last answered
         # a rank may end while the others connect
         self._watches = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_store)]
@@ -188,6 +196,16 @@ class Peers:
         """Returns what every rank on this box tells of `what`, by rank. All ranks call it. Raises PeerLost."""
         mine = self.boxes[self.rank]
         return [value for value, box in zip(self.all_gather(what, value), self.boxes, strict=True) if box == mine]
+
+    @contextmanager
+    def one_of_a_box_first(self, what: str) -> Iterator[None]:
+        """Lets one rank of each box do what is inside, and then the others, which find what it has made. All ranks call it.
+        Raises PeerLost."""
+        if not self._is_first_here:
+            self.all_gather(what, None)
+        yield
+        if self._is_first_here:
+            self.all_gather(what, None)
 
     def all_gather(self, what: str, value: Any, *, within: float = math.inf) -> list[Any]:
         """Returns what every rank tells of `what`, by rank. `within`: seconds after which a rank that has told nothing counts
@@ -419,6 +437,18 @@ def _shown(value: Any) -> str:
 
 
 # ---- joining -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _told_late(text: str, say: Callable[[str], None] | None) -> Iterator[None]:
+    """Says what is waited for inside, if that takes long."""
+    timer = threading.Timer(_LATE, say or (lambda text: None), [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def watched_launcher(environ: Mapping[str, str]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -485,8 +485,9 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
     say("reading and tokenising the data")
     tokenizer_dir = planned.tokenizer_dir
     check = partial(check_tokens, recipe, planned.known.facts.embeddings)
-    rows, sampler = fed(recipe, tokenizer_dir, check=check, say=say)
-    evaluated = evaluation_rows(recipe, tokenizer_dir, say=say)
+    with nullcontext() if planned.peers is None else planned.peers.one_of_a_box_first("tokenised"):
+        rows, sampler = fed(recipe, tokenizer_dir, check=check, say=say)
+        evaluated = evaluation_rows(recipe, tokenizer_dir, say=say)
     for found in evaluated.values():
         check(found.summary)
     for note in rows.summary.notes:

@@ -381,10 +381,21 @@ def test_what_cannot_be_started_is_refused_before_it_is(project: Callable[[str],
     assert not one.out.exists()
 
 
+SOON_TOLD = """
+import sys
+from fuyou_cli.cli.app import main
+from fuyou_cli.training import peers
+peers._LATE = 1.0
+main(sys.argv[1:])
+"""
+
+
 def test_a_rank_that_waits_for_others_can_be_stopped(project: Callable[[str], Project]) -> None:
     one, port = project("one"), free_port()
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with started(one, *fuyou(one), RANK="0", LOCAL_RANK="0", **place) as first:
+    with started(one, "-c", SOON_TOLD, *fuyou(one)[2:], RANK="0", LOCAL_RANK="0", **place) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == f"waiting for all 2 ranks at 127.0.0.1:{port}\n"
         until = time.monotonic() + HANGS
         while socket.socket().connect_ex(("127.0.0.1", port)):
             assert time.monotonic() < until and first.poll() is None
@@ -439,6 +450,33 @@ def test_a_rank_that_trains_nothing_commits_with_the_others(project: Callable[[s
     end = run_ended(two_ranks(two, *words))
     assert end.returncode == 0, end
     assert_alike(two, one)
+
+
+TOKENISES = """
+import os, time
+from fuyou_cli.data import cache
+serve = cache._serve
+def served(request, **options):
+    os.close(os.open(f"tokenised-by-{rank}", os.O_CREAT))
+    time.sleep(1.0)
+    return serve(request, **options)
+cache._serve = served
+"""
+
+
+def test_one_rank_of_a_box_tokenises(project: Callable[[str], Project]) -> None:
+    """The others find its rows: a large corpus is read once, and lies once in the folder for rows in progress."""
+    one = project("one")
+    words = (
+        "train.max_steps=3",
+        "dataset.packing=concat",
+        f"dataset.cache_dir={one.folder / 'rows'}",
+        "precision.master=float32",
+    )
+    end = run_ended(two_ranks(one, *words, "precision.master=float32", program=TOKENISES))
+    assert end.returncode == 0, end
+    assert end.stderr.count("has no effect any more") == 1, "what all ranks find in the recipe is told once"
+    assert [path.name for path in one.folder.glob("tokenised-by-*")] == ["tokenised-by-0"]
 
 
 def test_the_newer_run_is_the_recipes(project: Callable[[str], Project]) -> None:
