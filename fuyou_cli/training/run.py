@@ -106,7 +106,10 @@ class Run:
         if self._peers is not None:  # a new run has one name
             self.standing.run = self._peers.of_first("run", lambda: self.standing.run)
         self._announce = announce
-        self.stopping = StopRequests(announce, may_abandon=self._may_abandon, at_stake=self._at_stake, to_the_end=ends_process)
+        self.stopping = StopRequests(
+            announce, may_abandon=self._may_abandon, at_stake=self._at_stake, to_the_end=ends_process,
+            passed_on=self._peers is not None,
+        )  # fmt: skip
         self._limits = RunLimits(planned.recipe, planned.plan)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
@@ -523,15 +526,19 @@ class StopRequests:
     `doing` decides what a signal means. `may_abandon` tells whether the step under way can be given up, `at_stake` what a
     second signal would lose: both are asked while training. Signals are caught from enter to exit. With `to_the_end`, an exit
     by an error leaves them ignored, because the process is about to report how it ended, and to end.
+
+    `passed_on`: a launcher gives them to this process, and so may what ends the job (Slurm, systemd), which gives them to every
+    process: then nothing but Ctrl-C is a second one.
     """
 
     def __init__(
         self, announce: Callable[[str], None], *, may_abandon: Callable[[], bool], at_stake: Callable[[], str],
-        to_the_end: bool = False,
+        to_the_end: bool = False, passed_on: bool = False,
     ) -> None:  # fmt: skip
         self.requested = False
         self.doing: Activity = "loading"
         self._announce, self._may_abandon, self._at_stake, self._to_the_end = announce, may_abandon, at_stake, to_the_end
+        self._passed_on = passed_on
         self._before: dict[int, Any] = {}
         self._has_ended, self._insisted = False, 0  # signals since `end`
 
@@ -553,13 +560,13 @@ class StopRequests:
         self._has_ended = True
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        hung_up = number == signal.SIGHUP  # a closing terminal may send it twice
-        if self._has_ended and not hung_up:
+        repeats = number == signal.SIGHUP or (self._passed_on and number != signal.SIGINT)  # a closing terminal may send two
+        if self._has_ended and not repeats:
             self._insisted += 1
             if self._insisted > 1:
                 os._exit(Interrupted.exit_code)
             self._say("waiting for the drives; a second Ctrl-C ends the process at once (the committed state is safe)")
-        elif not self._has_ended and (self.doing in ("loading", "over") or (self.requested and not hung_up)):
+        elif not self._has_ended and (self.doing in ("loading", "over") or (self.requested and not repeats)):
             raise KeyboardInterrupt
         elif not self._has_ended and not self.requested:
             self.requested = True

@@ -452,6 +452,17 @@ def test_a_rank_that_trains_nothing_commits_with_the_others(project: Callable[[s
     assert_alike(two, one)
 
 
+def test_a_signal_that_comes_twice_stops_once(project: Callable[[str], Project]) -> None:
+    """Slurm and systemd send theirs to all processes of a job, and the launcher passes its own on."""
+    one = project("one")
+    both = two_ranks(one)
+    until_step(one, 5)
+    both.send(signal.SIGUSR1)
+    both.send(signal.SIGTERM)
+    end = run_ended(both)
+    assert end.returncode == 130 and f"stopped after step {max(one.losses())} of {STEPS}" in end.stderr, end
+
+
 TOKENISES = """
 import os, time
 from fuyou_cli.data import cache
