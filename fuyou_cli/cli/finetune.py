@@ -110,6 +110,8 @@ def _finetune(
         if rank is not None:
             rank.may_write(out)
         log = _open_log(planned, stack) if is_first else None  # has what ends the run: while it loads, trains or exports
+        if rank is not None:
+            stack.enter_context(rank.explaining())  # before the log has it
         try:
             report, source, stopped = _train(ready, log, logging, verbose=verbose, trace=tracing)
         except KeyboardInterrupt:  # one during its steps is the run's own

@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.core.errors import FuyouError, Interrupted, PeerLost, UsageError
 from fuyou_cli.core.paths import open_own
 from fuyou_cli.machine.profile import core_count, take_card
 
@@ -54,23 +54,25 @@ def run_ranks(recipe: Recipe, count: int, words: Sequence[str]) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else every run leaves a folder in /tmp
     )  # fmt: skip
     # in a thread of its own: in the main one the launcher would end all ranks at the first signal, unsaved after 30 s
+    passed = set[int]()
     with _signals_held() as held, ThreadPoolExecutor(max_workers=1) as thread:
         # -P: a file tokenizers.py in the current directory must not stand in for the library
         launched = thread.submit(elastic_launch(config, sys.executable), "-P", "-m", "fuyou_cli", *words)
         while not launched.done():
             wait([launched], timeout=_LOOK)  # a signal is taken between two of these
-            _pass_on(held)
+            passed |= _pass_on(held)
     error = launched.exception()
     if isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
-        raise _ended(rank, failure.exitcode)
+        raise _ended(rank, failure.exitcode, passed)
     if error is not None:
         raise FuyouError(f"torch's launcher failed: {error}") from error
 
 
-def _ended(rank: int, code: int) -> FuyouError:
-    """Makes the error of a rank that ended with a code, or by a signal where that is below 0."""
-    if code == error_screen.INTERRUPTED:
+def _ended(rank: int, code: int, passed: Set[int]) -> FuyouError:
+    """Makes the error of a rank that ended with a code, or by a signal where that is below 0. `passed`: signals that it was
+    passed, and may have had before it could tell that it stops."""
+    if code == error_screen.INTERRUPTED or -code in passed:
         return Interrupted("stopped: what is saved is said above", hint="the same command goes on")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     goes_on = "" if code in (error_screen.USAGE, error_screen.DOES_NOT_FIT) else "; the same command goes on"
@@ -79,14 +81,16 @@ def _ended(rank: int, code: int) -> FuyouError:
     return error
 
 
-def _pass_on(held: deque[int]) -> None:
+def _pass_on(held: deque[int]) -> set[int]:
     """Passes what would stop a run on to the ranks, which have sessions of their own: they save, and end. Before they are
-    started it waits."""
+    started it waits. Returns what was passed."""
+    passed = set[int]()
     while held and (children := _children()):
-        number = held.popleft()
+        passed.add(number := held.popleft())
         for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, number)
+    return passed
 
 
 @contextmanager
@@ -201,6 +205,16 @@ class Rank:
         self.peers.all_gather("claimed", None)
         if self._quiet is not None:
             self._quiet.write_to(out, self.peers.rank)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raises why a peer is lost in place of what its connection says."""
+        try:
+            yield
+        except (PeerLost, Interrupted) as error:
+            if (why := self.peers.explained(error)) is error:
+                raise
+            raise why from error
 
     def may_export(self) -> None:
         """Goes on once the stores of all ranks are closed."""

@@ -471,12 +471,46 @@ def _joined_store(place: Place) -> Any:
     look = watched_launcher(os.environ)
     try:
         store, _, _ = in_thread(lambda: next(rendezvous("env://", timeout=_JOINING)), look=look)
+        name = _meeting_of(place, store, look)
     except (RuntimeError, OSError) as error:
         raise UsageError(
             f"rank {place.rank} of {place.count} cannot join at {place.address}:{place.port}: {one_line(str(error))}",
             hint="start all ranks, and let the boxes reach that port",
         ) from error
-    return dist.PrefixStore("fuyou", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def _meeting_of(place: Place, store: Any, look: Callable[[], None]) -> str:
+    """Returns a name that only these processes know, for what they tell in the store: a launcher that starts ranks again may
+    keep its store, with what the ranks before have told. Each rank tells a word of its own, and takes the name that rank 0
+    gives for that word."""
+
+    def until_there(keys: list[str], work: Callable[[], None] = lambda: None) -> None:
+        until = time.monotonic() + _JOINING.total_seconds()
+        while not store.check(keys):
+            look()
+            work()
+            if time.monotonic() > until:
+                raise RuntimeError(f"not all have joined within {_JOINING.total_seconds():g} s")
+            time.sleep(_LOOK)
+
+    word = os.urandom(8).hex()
+    if place.rank == 0:
+        words = dict[int, str]()
+
+        def give_name() -> None:
+            for rank in range(1, place.count):
+                if store.check([f"word {rank}"]) and (other := store.get(f"word {rank}").decode()) != words.get(rank):
+                    words[rank] = other
+                    store.set(f"name for {other}", word)
+
+        until_there([f"{word} {rank}" for rank in range(1, place.count)], give_name)
+        return word
+    store.set(f"word {place.rank}", word)
+    until_there([f"name for {word}"])
+    name: str = store.get(f"name for {word}").decode()
+    store.set(f"{name} {place.rank}", "")
+    return name
 
 
 def _box() -> list[str]:

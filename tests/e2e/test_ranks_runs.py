@@ -168,6 +168,8 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
         assert launcher.returncode == 1
         assert f"rank 1 on {socket.gethostname()} was lost" in out, out
         assert "of all ranks" in " ".join(out.split()), "the step that is shown counts waits for others"
+    last = json.loads((ranks.out / "log.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "failed" and "its connection closed: it was killed" in last["message"], last
 
     with started(ranks, *fuyou(ranks, "--nproc", "2")) as launcher:
         until_step(ranks, max(ranks.losses()) + 5)
@@ -317,6 +319,17 @@ def two_torchruns(project: Project, *words: str) -> Iterator[list[subprocess.Pop
         ]  # fmt: skip
 
 
+def test_torchrun_starts_ranks_again(project: Callable[[str], Project]) -> None:
+    """It keeps the store in which they meet, with what the ranks before have told."""
+    one = project("one")
+    words = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2", *fuyou(one))
+    with started(one, *words) as launcher:
+        until_step(one, 5)
+        _kill(ranks_of(launcher.pid)[1])
+        assert "resuming after step" in ended(launcher)
+    assert max(one.losses()) == STEPS
+
+
 def torchrun(project: Project, count: int, *words: str) -> tuple[str | Path, ...]:
     """The command that starts so many ranks on this box. `--nproc` asks for a core each."""
     return (
@@ -379,6 +392,17 @@ def test_what_cannot_be_started_is_refused_before_it_is(project: Callable[[str],
         refused = one.fuyou("finetune", one.recipe, *words)
         assert refused.returncode == 2 and refused.stderr.count("error: ") == 1 and message in refused.stderr, refused.stderr
     assert not one.out.exists()
+
+
+def test_ranks_that_have_just_begun_can_be_stopped(project: Callable[[str], Project]) -> None:
+    """They do not take a signal as their own yet, and end by it."""
+    one = project("one")
+    with started(one, *fuyou(one, "--nproc", "2")) as launcher:
+        while not ranks_of(launcher.pid):
+            time.sleep(0.005)
+        launcher.terminate()
+        out, _ = launcher.communicate(timeout=ENDS)
+    assert launcher.returncode == 130 and "error: stopped" in out, out
 
 
 SOON_TOLD = """
