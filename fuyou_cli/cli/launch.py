@@ -221,9 +221,12 @@ class Rank:
         self.peers.all_gather("closed", None)
 
     def _show_if_nobody_else_does(self) -> None:
-        """Gives a rank the terminal for what ended it, where the first rank has another box and another terminal."""
+        """Gives a rank the terminal for what ended it, where the first rank has another box and another terminal, or may have
+        been killed with no launcher to tell so."""
+        from fuyou_cli.training.peers import has_launcher
+
         peers = self.peers
-        if self._quiet is not None and peers.boxes[peers.rank] != peers.boxes[0]:
+        if self._quiet is not None and (peers.boxes[peers.rank] != peers.boxes[0] or not has_launcher(os.environ)):
             self._quiet.back()
 
 

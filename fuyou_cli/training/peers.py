@@ -89,6 +89,11 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
+def has_launcher(environ: Mapping[str, str]) -> bool:
+    """Tells whether a launcher has started this rank, which tells how each of them has ended."""
+    return LAUNCHER in environ or _OF_TORCHRUN in environ
+
+
 def is_shown_elsewhere(environ: Mapping[str, str]) -> bool:
     """Tells whether the first of several ranks, or who has started them, shows what all of them find in a recipe."""
     return LAUNCHER in environ or environ.get("RANK", "0") != "0"

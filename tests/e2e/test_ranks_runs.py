@@ -467,6 +467,20 @@ def test_a_rank_that_dies_while_ranks_connect_is_lost(project: Callable[[str], P
     assert "Python ends" not in texts[lives], texts
 
 
+def test_a_rank_that_somebody_started_says_what_ended_it(project: Callable[[str], Project]) -> None:
+    """The first rank was killed, so nobody else can."""
+    one = project("one")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        started(one, *fuyou(one), RANK="0", LOCAL_RANK="0", **place) as first,
+        started(one, *fuyou(one), RANK="1", LOCAL_RANK="1", **place) as second,
+    ):
+        until_step(one, 5)
+        _kill(first.pid)
+        out, _ = second.communicate(timeout=ENDS)
+    assert second.returncode == 1 and out.startswith("error: ") and "the last commit" in out, out
+
+
 def test_a_rank_that_trains_nothing_commits_with_the_others(project: Callable[[str], Project]) -> None:
     one, two = project("one"), project("two")
     words = ("freeze=[model.*]",)
