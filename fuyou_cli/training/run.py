@@ -689,9 +689,6 @@ def _without(planned: Planned) -> str:
     return ", without checkpoint.resume=never," if planned.recipe.checkpoint.resume == "never" else ""
 
 
-# ---- the folders of a store ------------------------------------------------------------------------------------------
-
-
 # ---- the folders of a store -------------------------------------------------------------------------------------------
 
 
