@@ -133,6 +133,8 @@ def test_pieces_of_a_head_in_turn() -> None:
         "pieces 2 and 6"
     )
     assert stages_in_words(pieces.of_rank(deal(pieces, 4), 3)).endswith("norm, head")
+    many = cut(EIGHT, *[PIECE] * 9)
+    assert stages_in_words(many.of_rank(deal(many, 4, head_in_turn=True), 3)).endswith("head pieces 1, 5 and 9")
     projected = replace(pieces.stages[-1].tensors[0], shape=(PIECE, 512))
     narrow = replace(pieces, stages=(*pieces.stages[:-1], replace(pieces.stages[-1], tensors=(projected,))))
     for whole in (narrow, cut(model(1 << 20, *[1 << 20] * 4, 1 << 11, 1 << 20, tied=True), *[PIECE] * 6)):

@@ -131,7 +131,7 @@ def stages_in_words(model: ModelSpec) -> str:
         if name == "head" and model.head_is_shared:
             pieces = [stage.index for stage in model.stages if stage.kind == "head"]
             numbers = [str(pieces.index(stage.index) + 1) for stage in own if stage.kind == "head"]
-            return f"head piece{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
+            return f"head piece{'s' * (len(numbers) > 1)} {', '.join(numbers[:-1])}{' and ' * (len(numbers) > 1)}{numbers[-1]}"
         return some(counts[name], name) if name == "block" else name
 
     own = [stage for stage in model.stages if not stage.away and stage.expert_range is None]
