@@ -185,6 +185,7 @@ class Rank:
                 return
             except FuyouError as lost:
                 error = lost
+        _ignore_signals()
         error = self.peers.explained(error)
         self.peers.part(error)
         self._show_if_nobody_else_does()
@@ -233,10 +234,17 @@ class Rank:
 def _end(error: BaseException) -> NoReturn:
     """Reports an error, and ends the process without Python's own end: threads of a rank wait inside torch, and one that comes
     back meanwhile aborts the process."""
+    _ignore_signals()
     code = error_screen.report(error)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _ignore_signals() -> None:
+    """Has one more signal change nothing in a rank that ends: an exception would lead it to Python's own end."""
+    for number in _PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def options_of(options: Mapping[str, Any]) -> list[str]:

@@ -406,9 +406,17 @@ def test_ranks_that_have_just_begun_can_be_stopped(project: Callable[[str], Proj
 
 
 SOON_TOLD = """
-import sys
+import atexit, os, signal, sys
+from fuyou_cli.cli import error_screen
 from fuyou_cli.cli.app import main
 from fuyou_cli.training import peers
+report = error_screen.report
+def report_and_be_told_again(error):
+    code = report(error)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return code
+error_screen.report = report_and_be_told_again
+atexit.register(print, "Python ends")
 peers._LATE = 1.0
 main(sys.argv[1:])
 """
