@@ -437,8 +437,9 @@ def saved_of(output_dir: Path) -> Path | None:
     it is not there, or not known."""
     stores = [path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")]
     with suppress(UsageError):
-        logged = Path(read_logged_plan(output_dir / LOG).store)
-        stores = [store for store in of_any_count(logged) if is_file(store / manifests.NAME)] or stores
+        logged = read_logged_plan(output_dir / LOG).store
+        found = of_any_count(Path(logged)) if logged else []
+        stores = [store for store in found if is_file(store / manifests.NAME)] or stores
     return newest_saved(stores) if len({*map(unranked, stores)}) == 1 else None
 
 

@@ -218,6 +218,10 @@ def test_a_run_that_has_not_exported_is_told_from_a_folder_without_a_model(tmp_p
     with pytest.raises(UsageError, match="has not exported a model yet") as told:
         find(tmp_path)
     assert told.value.hint is not None and f"is in {store}: name that folder" in told.value.hint
+    with JsonlLog(tmp_path / "log.jsonl") as log:
+        log.write("plan", {"store": "/"})
+    with pytest.raises(UsageError, match="has not exported a model yet"):
+        find(tmp_path)
     (elsewhere := tmp_path / "drive" / "out-1").mkdir(parents=True)
     (elsewhere / "manifest.json").write_text("{}")
     with JsonlLog(tmp_path / "log.jsonl") as log:

@@ -81,7 +81,8 @@ def of_rank(rank: int | str, count: int | str) -> str:
 
 def unranked(folder: Path) -> Path:
     """Returns the folder that one process alone would have in place of a rank's."""
-    return folder.with_name(_OF_RANK.sub("", folder.name))
+    name = _OF_RANK.sub("", folder.name)
+    return folder.with_name(name) if name else folder
 
 
 def rank_count(folder: Path) -> int:
