@@ -171,7 +171,7 @@ class HeadPasses:
         tokens = passed.tokens
         if last.away:
             return passed
-        if self.visits.link is not None:
+        if self.visits.model.head_is_shared:
             passed.seen = tokens.seen().cpu()  # sync: the loss is read as well
         if self.visits.plan.numerics.lanes > 1:  # by micro-batch: replicas have some of the tokens
             losses = self.of_all([tokens.of_part(part) for part in self.visits.micro_batches(targets)])
