@@ -171,15 +171,15 @@ def _count_searches() -> list[float]:
     from fuyou_cli.planner import search
 
     try:
-        from fuyou_cli.planner import run_planner as caller
-    except ImportError:  # a checkout of before it
-        from fuyou_cli.training import plan_step as caller  # type: ignore[no-redef]
-    spent = list[float]()
+        from fuyou_cli.planner import run_planner as caller  # type: ignore[attr-defined]  # a checkout of before 2026-12-01
+    except ImportError:
+        caller = search
+    spent, search_timed = list[float](), search.search_timed
 
     def timed(*arguments: Any, **named: Any) -> Any:
         began = time.process_time()
         try:
-            return search.search_timed(*arguments, **named)
+            return search_timed(*arguments, **named)
         finally:
             spent.append(time.process_time() - began)
 

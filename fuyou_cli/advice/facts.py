@@ -16,8 +16,8 @@ from fuyou_cli.machine.measure.timing import are_busy
 from fuyou_cli.machine.profile import RatedBy, origins_of
 from fuyou_cli.planner.commit_interval import sooner
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.run_planner import FastRegion, fast_region
 from fuyou_cli.planner.schedule import evaluation_schedule, plan_schedule, weights_left
+from fuyou_cli.planner.search import FastRegion, fast_region
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.recipe.schema import format_size
 from fuyou_cli.spec.hardware import HardwareProfile, Network

@@ -20,7 +20,7 @@ from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.machine.profile import core_count, hardware_for, measure_once
 from fuyou_cli.planner.place import Candidate, least_memory
-from fuyou_cli.planner.run_planner import Effort
+from fuyou_cli.planner.search import Effort
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan

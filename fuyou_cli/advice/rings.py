@@ -11,8 +11,7 @@ from math import inf
 from fuyou_cli.core.errors import FuyouError, PlanError, UsageError
 from fuyou_cli.core.units import brief
 from fuyou_cli.machine.described import Box
-from fuyou_cli.planner.ring import of_other_ranks
-from fuyou_cli.planner.simulated_ring import RingTimeline
+from fuyou_cli.planner.ring import RingTimeline, of_other_ranks
 from fuyou_cli.recipe.load import LoadedRecipe
 from fuyou_cli.spec.hardware import Network
 from fuyou_cli.training.alike import are_replicas, refuse_keys

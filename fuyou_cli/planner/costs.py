@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..spec.hardware import HardwareProfile, StageRate, rated_kind
 from ..spec.model import ITEM_SIZE, Dtype, ExpertWork, ModelSpec, StageSpec, StateLayout
@@ -27,7 +27,11 @@ from .boundary_layout import kept_bytes
 from .device import begins_table, staged_bytes
 from .plan_request import PlanRequest
 from .schedule import Visit
-from .simulated_machine import KnownSpeeds
+
+Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h", "dram"]
+# What a job of the simulation takes, all parts at once: bytes of transfers, seconds of one update thread, or seconds of compute
+# (always a job of its own). Times are those without any other job.
+JobParts = tuple[tuple[Resource, float], ...]
 
 _Visits = tuple[Visit, ...]
 _Stages = tuple[StagePlan, ...]
@@ -47,6 +51,18 @@ def update_bytes(layout: StateLayout, gradients: Dtype, params: int) -> int:
     """Returns bytes of memory that an update of so many parameters reads and writes: of AdamW with float32 states 26 each in
     bfloat16, 28 with float32 gradients."""
     return 2 * (ITEM_SIZE[layout.weights] * params + layout.total(params)) + ITEM_SIZE[gradients] * params
+
+
+@dataclass(slots=True)
+class KnownSpeeds:
+    """Caches what simulations find out of jobs that run at once: equal blocks make the same jobs again and again."""
+
+    kinds: dict[JobParts, int] = field(default_factory=dict)
+    # By the kinds of all jobs, in order: the speed of each, and the share of each resource that they use together.
+    speeds: dict[tuple[int, ...], tuple[tuple[float, ...], dict[Resource, float]]] = field(default_factory=dict)
+
+    def kind(self, parts: JobParts) -> int:
+        return self.kinds.setdefault(parts, len(self.kinds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

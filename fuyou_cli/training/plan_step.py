@@ -16,14 +16,11 @@ from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..core.json_files import from_json
 from ..planner.commit_interval import COMMITS, with_longer_steps
-from ..planner.dealing import chain_seconds, fastest_deal
 from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import Candidate, least_memory
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
-from ..planner.ring import check_owners
-from ..planner.run_planner import Effort, RunPlanner
-from ..planner.search import may_measure_first, step_cost
-from ..planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
+from ..planner.ring import RankPlan, RingTimeline, chain_seconds, check_owners, fastest_deal, simulate_ring
+from ..planner.search import Effort, RunPlanner, may_measure_first, step_cost
 from ..spec.hardware import HardwareProfile, Network, with_measured_graphs
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, Tier

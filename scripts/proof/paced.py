@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.simulated_machine import JobParts, Sharing, VirtualMachine
+from fuyou_cli.planner.simulate import JobParts, Sharing, VirtualMachine
 from fuyou_cli.spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec, StateLayout
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.swap.daemon import Result, SwapDaemon

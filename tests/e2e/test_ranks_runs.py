@@ -206,9 +206,9 @@ def test_killed_ranks_end_as_one_process_does(project: Callable[[str], Project])
 
 
 # Ranks that share a head however little it takes, as over a link that takes no time.
-IN_TURN = """from fuyou_cli.planner import dealing
+IN_TURN = """from fuyou_cli.planner import ring
 from fuyou_cli.spec import hardware
-dealing._FASTER, hardware.WITHIN_BOX, hardware.WITHIN_LATENCY = -1e9, 1e15, 0.0
+ring._FASTER, hardware.WITHIN_BOX, hardware.WITHIN_LATENCY = -1e9, 1e15, 0.0
 """
 
 

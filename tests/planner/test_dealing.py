@@ -8,9 +8,8 @@ import pytest
 
 from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.described import described
-from fuyou_cli.planner.dealing import fastest_deal, slowest, stage_times
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.ring import check_owners, deal, work
+from fuyou_cli.planner.ring import check_owners, deal, fastest_deal, slowest, stage_times, work
 from fuyou_cli.spec.hardware import STORE_RATES, Network
 
 from .models import HARDWARE, NUMERICS, request

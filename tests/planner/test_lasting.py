@@ -13,9 +13,8 @@ from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.run_planner import RunPlanner, fast_region, least_written
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import family, fastest
+from fuyou_cli.planner.search import RunPlanner, family, fast_region, fastest, least_written
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.model import ModelSpec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.simulated_machine import JobParts, Resource, Sharing, VirtualMachine
+from fuyou_cli.planner.simulate import JobParts, Resource, Sharing, VirtualMachine
 
 from .models import HARDWARE
 

@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB, parse_size
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import WORTH_WRITING, PlanRequest, least_budget_to_rest, rest_in_ram, ways_to_rest
-from fuyou_cli.planner.run_planner import RunPlanner
+from fuyou_cli.planner.search import RunPlanner
 from fuyou_cli.spec.model import ModelSpec, banks_of
 from fuyou_cli.spec.plan import Plan
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.planner.dealing import chain_seconds, fastest_deal
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.ring import deal, of_other_ranks
+from fuyou_cli.planner.ring import RankPlan, RingTimeline, chain_seconds, deal, fastest_deal, of_other_ranks, simulate_ring
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.simulated_ring import RankPlan, RingTimeline, simulate_ring
 from fuyou_cli.spec.hardware import Network
 from fuyou_cli.spec.model import ModelSpec
 

@@ -18,8 +18,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.run_planner import RunPlanner
-from fuyou_cli.planner.search import GAIN, LEAST_WRITTEN, WORTH, Family, family, search, timed
+from fuyou_cli.planner.search import GAIN, LEAST_WRITTEN, WORTH, Family, RunPlanner, family, search, timed
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec

@@ -12,7 +12,7 @@ from fuyou_cli.advice.facts import Ending, EvaluationCost, RunFacts, steps_withi
 from fuyou_cli.advice.room import RunWear, Writes, plan_problems, wear_of, writes_of
 from fuyou_cli.cli.render.plan_screen import plan_json, show_changed
 from fuyou_cli.core.units import GiB, MiB, gb
-from fuyou_cli.planner.run_planner import FastRegion
+from fuyou_cli.planner.search import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile, StageRate
 from fuyou_cli.spec.model import Rule
 from fuyou_cli.spec.plan import MemoryLine, Plan

@@ -23,7 +23,7 @@ from fuyou_cli.machine.measure.timing import are_busy
 from fuyou_cli.machine.profile import origins_of
 from fuyou_cli.planner.commit_interval import LITTLE_LOST, commit_costs
 from fuyou_cli.planner.memory import phase_peaks
-from fuyou_cli.planner.run_planner import FastRegion
+from fuyou_cli.planner.search import FastRegion
 from fuyou_cli.spec.hardware import Network
 from fuyou_cli.spec.model import ModelSpec, Rule, StageSpec
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier
