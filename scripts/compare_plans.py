@@ -171,7 +171,7 @@ def _count_searches() -> list[float]:
     from fuyou_cli.planner import search
 
     try:
-        from fuyou_cli.planner import run_planner as caller  # type: ignore[attr-defined]  # a checkout of before 2026-12-01
+        from fuyou_cli.planner import run_planner as caller  # a checkout that has it
     except ImportError:
         caller = search
     spent, search_timed = list[float](), search.search_timed

@@ -28,7 +28,7 @@ from fuyou_cli.training.length import Epoch, epoch_of, sampled_epoch
 from fuyou_cli.training.plan_step import layers_of, plan, plan_request, replan
 from fuyou_cli.training.prepare import Inspected, Planned, StoreDisks, inspect, resolve, run_directories, unheard
 
-from .room import Room, RunWear, described_disks, disks_of, plan_problems, room_of, wear_of, writes_of
+from .facts import Outcome, described_disks, disks_of, room_of
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
@@ -120,45 +120,6 @@ def command_of(
 def per_token(plan: Plan) -> float:
     """Returns the seconds that a token takes, by which steps of unlike size are compared."""
     return plan.predicted.step_seconds / plan.step_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """Holds what a run of a recipe, changed or not, would be like."""
-
-    changes: tuple[str, ...]  # key=value
-    prepared: Planned
-    room: Room
-    pinned: tuple[str, ...] = ()  # key=value of settings that the changes alone would have chosen again
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """Returns the overrides that give exactly this plan."""
-        return (*self.changes, *self.pinned)
-
-    @property
-    def plan(self) -> Plan:
-        return self.prepared.plan
-
-    @property
-    def problems(self) -> list[str]:
-        return plan_problems(self.plan, self.room)
-
-    @property
-    def tokens(self) -> int:
-        return self.plan.step_tokens
-
-    def wear(self, times: float = 1.0) -> RunWear | None:
-        """Returns the wear of the run, or of one `times` as long. Returns None if the data decides its length."""
-        prepared, resumed = self.prepared, self.prepared.manifest is not None
-        if not prepared.total_steps:
-            return None
-        return wear_of(prepared.hardware, writes_of(self.plan, self.room, steps=times * prepared.steps_left, resumed=resumed))
-
-    def passes(self, times: float = 1.0) -> bool:
-        """Tells whether the run fits, and wears the drives little enough if it is `times` as long."""
-        wear = self.wear(times)
-        return not self.problems and (wear is None or wear.accepted)
 
 
 def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:

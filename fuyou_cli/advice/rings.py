@@ -19,10 +19,9 @@ from fuyou_cli.training.plan_step import halves, plan, plan_ranks, seconds_of_al
 from fuyou_cli.training.prepare import Planned, StoreDisks, unheard
 from fuyou_cli.training.state.resume import REFUSED
 
+from .facts import GAIN, Room, TwoBoxes, plan_problems, room_of
 from .planning import Progress, Say, inspected_for_plan, waits_for_drives
-from .room import Room, plan_problems, room_of
 
-_GAIN = 1.15  # times as fast: less is told as no gain
 _MUCH = 0.1  # share of a step that ranks wait for one another, from which the reason is told
 _FAST = 10  # times as fast a link, to see whether it binds
 TWO_BOXES = Network(boxes=2, link_name="10GbE")
@@ -110,7 +109,7 @@ class Ring:
             reasons.append(
                 f"the link binds: over one {_FAST} times as fast a step takes {brief(faster)} instead of {brief(step)}"
             )
-        gains_little = self.speed_up is not None and self.speed_up < _GAIN
+        gains_little = self.speed_up is not None and self.speed_up < GAIN
         if gains_little and network.boxes > 1:
             reasons.append(f"{network.ranks} ranks are {_no_faster(self.speed_up)} than one box alone")
         if gains_little and network.boxes == 1 and any(map(waits_for_drives, plans)):
@@ -163,22 +162,6 @@ def _shared(disks: StoreDisks, ranks: int) -> StoreDisks:
 
 
 # ---- two boxes like a plan's own ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TwoBoxes:
-    """Says what two boxes like the planned one would do. `written`: bytes of a step on the fuller box."""
-
-    network: Network
-    tokens_per_second: float
-    speed_up: float  # beside one
-    written: int
-    remarks: tuple[str, ...]  # why that is no more
-    command: str
-
-    @property
-    def helps(self) -> bool:
-        return self.speed_up >= _GAIN
 
 
 def two_boxes(prepared: Planned, room: Room, command: Callable[[Network], str]) -> TwoBoxes | None:

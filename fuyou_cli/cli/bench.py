@@ -18,11 +18,10 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.process import settle_for_training
 from fuyou_cli.core.units import duration, gb, gib
-from fuyou_cli.machine import drives
-from fuyou_cli.machine.drives import endurance
+from fuyou_cli.machine import profile
 from fuyou_cli.machine.measure.timing import BackgroundLoad, are_busy
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
-from fuyou_cli.machine.profile import assumed_hardware, card, keep, keep_layers, kept_profile
+from fuyou_cli.machine.profile import assumed_hardware, card, endurance, keep, keep_layers, kept_profile
 from fuyou_cli.spec.hardware import ON_PROCESSOR, HardwareProfile
 from fuyou_cli.training.plan_step import own_layers
 
@@ -150,7 +149,7 @@ def _layers(recipe: Recipe, own: OwnLayers, target: torch.device, *, quick: bool
 
 def _drives_of(places: tuple[Path, ...]) -> int:
     """Counts the drives, each with its own fast region; one if the file system hides them."""
-    return max(1, len(drives.drives_under(*places)))
+    return max(1, len(profile.drives_under(*places)))
 
 
 def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
@@ -158,7 +157,7 @@ def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
     from fuyou_cli.machine.measure.store_rates import most_written
 
     most = most_written(disk.striped_space(*places), _drives_of(places))
-    rated = sum(drive.rated_bytes for drive in drives.drives_under(*places))
+    rated = sum(drive.rated_bytes for drive in profile.drives_under(*places))
     share = f", {100 * most / rated:.3f} % of its drives' rated writes" if rated else ""
     named = f"{', '.join(map(str, places))}{share}"
     write_status(f"--sustained writes until the rate settles: up to {gb(most)} to {named}. The files are removed.")

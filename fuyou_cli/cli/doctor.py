@@ -23,7 +23,7 @@ from fuyou_cli.core.json_files import one_line
 from fuyou_cli.core.paths import scratch_folder
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.engine.processor import slow_bfloat16
-from fuyou_cli.machine import drives
+from fuyou_cli.machine import profile
 
 from .console import result_console, write_json
 from .render.theme import column, show
@@ -121,7 +121,7 @@ def _memory_of(handle: Any) -> str:
 
 
 def _without_driver(reason: str, root: Path = probe.ROOT) -> Check:
-    if drives.has_nvidia_card(root / "sys"):
+    if profile.has_nvidia_card(root / "sys"):
         advice = "install NVIDIA's driver (nvidia-smi then lists the card); device cpu works without one"
         return Check("gpu", f"found, but without a driver ({reason})", advice)
     return Check("gpu", f"none ({reason}); device cpu works without one")
@@ -238,23 +238,23 @@ def _store_io(place: Path) -> Iterator[Check]:
         return
     refused = "the file system refuses it: the page cache is used"
     yield Check("O_DIRECT", "works") if direct else Check("O_DIRECT", refused, remedy)
-    refusal = drives.io_uring_refusal() or "this build or this process cannot use it"
+    refusal = profile.io_uring_refusal() or "this build or this process cannot use it"
     yield Check("store I/O", description, "" if backend == "io_uring" else f"threads take more CPU; io_uring: {refusal}")
 
 
 def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:
     """Yields every drive under the folder, with the life that is left."""
-    devices = drives.block_devices(place, sysfs)
+    devices = profile.block_devices(place, sysfs)
     if not devices:
         yield Check("drive", "unknown: the file system hides it")
     for device in devices:
-        drive, advice = drives.drive_at(device), ""
+        drive, advice = profile.drive_at(device), ""
         used = max(drive.used_bytes / drive.rated_bytes if drive.rated_bytes else 0.0, drive.percent_used / 100)
-        if drive.model and drives.is_hard_disk(device):  # most virtual drives claim to be hard disks, but have no model
+        if drive.model and profile.is_hard_disk(device):  # most virtual drives claim to be hard disks, but have no model
             advice = "the kernel reports a hard disk, which makes a step wait for minutes: use an NVMe drive"
-        elif used >= drives.NEARLY_WORN:
+        elif used >= profile.NEARLY_WORN:
             advice = "near the end of its rated life: training writes terabytes, `fuyou plan` shows how many"
-        yield Check("drive", f"{device.name}, {drive.model or 'model unknown'}, {drives.endurance(drive)}", advice)
+        yield Check("drive", f"{device.name}, {drive.model or 'model unknown'}, {profile.endurance(drive)}", advice)
 
 
 def run_doctor(directory: Path | None, *, json_output: bool) -> bool:

@@ -12,9 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.advice.facts import RunFacts, beside_plan, facts_of, of_rank, promises, with_evaluation
+from fuyou_cli.advice.facts import (
+    RunFacts,
+    beside_plan,
+    check_export,
+    check_output,
+    export_folder,
+    facts_of,
+    of_rank,
+    plan_problems,
+    promises,
+    room_of,
+    with_evaluation,
+)
 from fuyou_cli.advice.planning import command_of, machine_here, warn_of_memory
-from fuyou_cli.advice.room import check_export, check_output, export_folder, plan_problems, room_of
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError, UsageError
 from fuyou_cli.core.paths import open_own

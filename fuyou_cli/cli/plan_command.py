@@ -10,10 +10,9 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fuyou_cli.advice.facts import facts_of, of_rank, with_evaluation
-from fuyou_cli.advice.planning import Outcome, Replanner, changes_that_help, command_of, plan_recipe, ways_to_be_faster
+from fuyou_cli.advice.facts import Outcome, check_export, check_output, facts_of, of_rank, room_of, with_evaluation
+from fuyou_cli.advice.planning import Replanner, changes_that_help, command_of, plan_recipe, ways_to_be_faster
 from fuyou_cli.advice.rings import plan_ring, two_boxes
-from fuyou_cli.advice.room import check_export, check_output, room_of
 from fuyou_cli.core.errors import PlanError, UsageError
 from fuyou_cli.core.units import parse_rate
 from fuyou_cli.machine.described import Box, described_box
@@ -28,7 +27,6 @@ from .render.ring_screen import ring_json, show_ring
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
-    from fuyou_cli.advice.planning import Outcome
     from fuyou_cli.recipe.load import LoadedRecipe
 
 MOST_BOXES = 64

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from proof.on_paper import recipe_of
 
-from fuyou_cli.advice.planning import Outcome, Replanner, plan_recipe
-from fuyou_cli.advice.room import room_of
+from fuyou_cli.advice.facts import Outcome, room_of
+from fuyou_cli.advice.planning import Replanner, plan_recipe
 from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.machine.described import described

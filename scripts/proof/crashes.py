@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fuyou_cli.core.units import MiB
-from fuyou_cli.machine.drives import io_uring_refusal
+from fuyou_cli.machine.profile import io_uring_refusal
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.kernels import has_io_uring
 from fuyou_cli.training.state import manifest as manifests

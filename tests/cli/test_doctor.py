@@ -15,7 +15,7 @@ import pytest
 from fuyou_cli.cli import doctor
 from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB
-from fuyou_cli.machine import drives
+from fuyou_cli.machine import profile
 
 from .conftest import tree, with_drive
 
@@ -100,11 +100,11 @@ def test_doctor_where_io_uring_is_forbidden(tmp_path):
 
 def test_doctor_says_who_forbids_io_uring(tmp_path):
     def said(setting):
-        return drives.io_uring_forbidden(tree(tmp_path / setting, {"proc/sys/kernel/io_uring_disabled": f"{setting}\n"}))
+        return profile.io_uring_forbidden(tree(tmp_path / setting, {"proc/sys/kernel/io_uring_disabled": f"{setting}\n"}))
 
     assert "kernel.io_uring_disabled=2; root may set it to 0" in said("2") and "all users" in said("2")
     assert "kernel.io_uring_group" in said("1")
-    assert "seccomp" in said("0") and "seccomp" in drives.io_uring_forbidden(tmp_path / "an older kernel")
+    assert "seccomp" in said("0") and "seccomp" in profile.io_uring_forbidden(tmp_path / "an older kernel")
 
 
 def test_doctor_on_a_group_that_is_too_small():
@@ -160,7 +160,7 @@ def test_doctor_on_a_worn_drive_and_on_a_hard_disk(tmp_path, monkeypatch):
     sysfs = with_drive(tmp_path, {"device/model": "Samsung SSD 870 QVO 1TB\n", "size": "1953525168\n"})
 
     def check(blocks):
-        monkeypatch.setattr(drives, "nvme_wear", lambda device: drives.Wear(percent_used=0, written=512 * blocks))
+        monkeypatch.setattr(profile, "nvme_wear", lambda device: profile.Wear(percent_used=0, written=512 * blocks))
         (found,) = doctor._drives(tmp_path, sysfs)
         return found
 

@@ -12,9 +12,8 @@ import pytest
 
 from fuyou_cli.cli import doctor
 from fuyou_cli.core import disk, probe
-from fuyou_cli.machine import drives
-from fuyou_cli.machine.drives import rated_bytes
-from fuyou_cli.machine.profile import core_count
+from fuyou_cli.machine import profile
+from fuyou_cli.machine.profile import core_count, rated_bytes
 
 from .conftest import environment, tree, with_drive
 
@@ -173,17 +172,17 @@ def test_a_partition_leads_to_its_drive(tmp_path):
     link = tmp_path / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
     link.parent.mkdir(parents=True)
     link.symlink_to(drive / "nvme0n1p2")
-    (device,) = drives.block_devices(tmp_path, tmp_path / "sys")
+    (device,) = profile.block_devices(tmp_path, tmp_path / "sys")
     assert device == drive
-    assert drives.drive_model(device) == "Some Drive 2TB"
-    assert drives.nvme_wear(device, tmp_path) is None
+    assert profile.drive_model(device) == "Some Drive 2TB"
+    assert profile.nvme_wear(device, tmp_path) is None
 
 
 def test_a_smart_log_page():
     log = bytearray(512)
     log[5] = 37
     log[48:64] = (2_000_000).to_bytes(16, "little")
-    assert drives.parse_smart(bytes(log)) == drives.Wear(percent_used=37, written=1_024_000_000_000)
+    assert profile.parse_smart(bytes(log)) == profile.Wear(percent_used=37, written=1_024_000_000_000)
 
 
 def test_every_drive_of_a_raid(tmp_path):
@@ -204,11 +203,11 @@ def test_every_drive_of_a_raid(tmp_path):
     link = sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
     link.parent.mkdir(parents=True)
     link.symlink_to(sysfs / "devices" / "dm-0")
-    found = drives.drives_under(tmp_path, tmp_path / "new", sysfs=sysfs)
+    found = profile.drives_under(tmp_path, tmp_path / "new", sysfs=sysfs)
     assert [(drive.model, drive.capacity, drive.rated_bytes) for drive in found] == [
         ("Samsung SSD 990 PRO 2TB", 2_000_398_934_016, 1200 * 10**12), ("Nobody knows", 4096, 0), ("", 8192, 0),
     ]  # fmt: skip
-    assert drives.drives_under(tmp_path, sysfs=tmp_path / "no sysfs") == ()
+    assert profile.drives_under(tmp_path, sysfs=tmp_path / "no sysfs") == ()
 
 
 @pytest.mark.parametrize(
@@ -224,21 +223,21 @@ def test_what_a_drive_is_rated_for(model, capacity, rated):
     assert rated_bytes(model, capacity) == rated * 10**12
 
 
-@pytest.mark.parametrize(("status", "wear"), [(0, drives.Wear(percent_used=0, written=0)), (2, None)])
+@pytest.mark.parametrize(("status", "wear"), [(0, profile.Wear(percent_used=0, written=0)), (2, None)])
 def test_a_drives_no_is_no_empty_log(status, wear, tmp_path, monkeypatch):
     """The ioctl of a command that the drive refuses succeeds, with the drive's own status."""
     tree(tmp_path, {"nvme0n1": ""})
     monkeypatch.setattr("fcntl.ioctl", lambda file, number, command: status)
-    assert drives.nvme_wear(tmp_path / "sys" / "nvme0n1", tmp_path) == wear
+    assert profile.nvme_wear(tmp_path / "sys" / "nvme0n1", tmp_path) == wear
 
 
 def test_how_worn_a_drive_says_it_is(tmp_path, monkeypatch):
     """Keeps it of a drive whose rating nobody knows, and doctor says it."""
-    monkeypatch.setattr(drives, "nvme_wear", lambda device: drives.Wear(percent_used=95, written=7 * 512_000))
+    monkeypatch.setattr(profile, "nvme_wear", lambda device: profile.Wear(percent_used=95, written=7 * 512_000))
     sysfs = with_drive(tmp_path, {"device/model": "No Name\n", "size": "8\n"})
-    (drive,) = drives.drives_under(tmp_path, sysfs=sysfs)
+    (drive,) = profile.drives_under(tmp_path, sysfs=sysfs)
     assert (drive.rated_bytes, drive.percent_used, drive.used_bytes) == (0, 95, 7 * 512_000)
-    assert drives.nearly_worn((drive, replace(drive, percent_used=89))) == [
+    assert profile.nearly_worn((drive, replace(drive, percent_used=89))) == [
         "No Name reports that 95 % of its endurance is used"
     ]
     (check,) = doctor._drives(tmp_path, sysfs)

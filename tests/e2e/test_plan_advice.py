@@ -13,9 +13,8 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from fuyou_cli.advice.facts import facts_of
+from fuyou_cli.advice.facts import described_disks, disks_of, facts_of, plan_problems, room_of
 from fuyou_cli.advice.planning import candidates
-from fuyou_cli.advice.room import described_disks, disks_of, plan_problems, room_of
 from fuyou_cli.core import disk
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile import assumed_hardware

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.advice.facts import facts_of, with_evaluation
-from fuyou_cli.advice.room import room_of
+from fuyou_cli.advice.facts import facts_of, room_of, with_evaluation
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.adapting import configuration

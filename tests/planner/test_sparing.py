@@ -10,8 +10,8 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.advice.facts import spared_of
 from fuyou_cli.advice.planning import plan_recipe
-from fuyou_cli.advice.room import spared_of
 from fuyou_cli.cli.render.plan_screen import spared_in_words
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hooks import doing
 
-from fuyou_cli.advice.room import export_folder
+from fuyou_cli.advice.facts import export_folder
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.quickstart import demonstration, toy

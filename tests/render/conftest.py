@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fuyou_cli.advice.facts import RunFacts
-from fuyou_cli.advice.room import Room
+from fuyou_cli.advice.facts import Room, RunFacts
 from fuyou_cli.cli.render.plan_screen import show_plan
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB

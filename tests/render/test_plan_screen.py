@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.advice.facts import Ending, EvaluationCost, RunFacts, steps_within
-from fuyou_cli.advice.room import RunWear, Writes, plan_problems, wear_of, writes_of
+from fuyou_cli.advice.facts import (
+    Ending,
+    EvaluationCost,
+    RunFacts,
+    RunWear,
+    Writes,
+    plan_problems,
+    steps_within,
+    wear_of,
+    writes_of,
+)
 from fuyou_cli.cli.render.plan_screen import plan_json, show_changed
 from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.planner.search import FastRegion

@@ -11,16 +11,13 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.advice.facts import USUAL, RunFacts
-from fuyou_cli.advice.planning import Outcome, altered, per_token
-from fuyou_cli.advice.rings import TwoBoxes
-from fuyou_cli.advice.room import WORN, Room, Spared, wear_of
+from fuyou_cli.advice.facts import USUAL, WORN, Outcome, Room, RunFacts, Spared, TwoBoxes, wear_of
+from fuyou_cli.advice.planning import altered, per_token
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.json_files import one_line
 from fuyou_cli.core.units import GiB, MiB, brief, count, duration, gb, gib
-from fuyou_cli.machine.drives import nearly_worn
 from fuyou_cli.machine.measure.timing import are_busy
-from fuyou_cli.machine.profile import origins_of
+from fuyou_cli.machine.profile import nearly_worn, origins_of
 from fuyou_cli.planner.commit_interval import LITTLE_LOST, commit_costs
 from fuyou_cli.planner.memory import phase_peaks
 from fuyou_cli.planner.search import FastRegion

@@ -20,8 +20,7 @@ from fuyou_cli.planner.plan_request import update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile, merged_rates
 from fuyou_cli.spec.model import Dtype
 
-from ..drives import drives_under
-from ..profile import assumed_hardware, card, cpu_name
+from ..profile import assumed_hardware, card, cpu_name, drives_under
 from .timing import DTYPES, Findings, Rate, each, mean_seconds, rate_of, seconds_of
 
 if TYPE_CHECKING:
